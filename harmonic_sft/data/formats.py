@@ -159,7 +159,8 @@ class Reader:
         }
         draft = readers.get(self.row_format, self._conversation)(row)
         pieces = [] if isinstance(draft.content, Encoded) else draft.content
-        if any(not piece.text.isascii() and SURROGATE.search(piece.text) for piece in pieces):
+        texts = [draft.text, *(piece.text for piece in pieces)]  # templates drop and add some
+        if any(not text.isascii() and SURROGATE.search(text) for text in texts):
             raise BadRow("expected text, got a surrogate, which is no character")
         return draft
 
@@ -233,6 +234,8 @@ def _label(value: Any, class_names: Sequence[str] | None) -> str:
         raise BadRow(f"expected a string or an integer as label, got {value!r}{hint}")
     if str(value).strip() in ("", str(IGNORE_INDEX)):
         raise BadRow(f"expected a class as label, got {value!r}, which stands for none")
+    if isinstance(value, str) and SURROGATE.search(value):
+        raise BadRow(f"expected a class as label, got {value!r}, which is no text")
     if class_names is not None:
         if not isinstance(value, int) or not 0 <= value < len(class_names):
             raise BadRow(f"expected the number of one of {len(class_names)} classes, got {value!r}")

@@ -1,3 +1,5 @@
+import copy
+
 import datasets
 import numpy as np
 import pytest
@@ -320,6 +322,7 @@ def test_a_label_is_a_string_an_integer_or_the_number_of_a_name(tokenizer, label
         *(("a", bad, "ab", f"the number of one of 2 classes, got {bad}") for bad in (2, -1)),
         ("a", "yes", "ab", "the number of one of 2 classes, got 'yes'"),
         ("a", None, None, "a string or an integer as label, got None"),
+        ("a", "\ud83d", None, r"a class as label, got '\\ud83d', which is no text"),
         ("a", True, None, r"a string or an integer as label, got True \(write it as a string\)"),
         ("a", np.float64(0.5), None, "a string or an integer as label, got"),
         ("a", torch.tensor(0.5), None, "a string or an integer as label, got"),
@@ -461,6 +464,15 @@ def test_prompts_and_templates_are_not_a_rows_own(tokenizer, row, form, whole, o
     draft = Reader(row_format=form, tokenizer=tokenizer, column="body")(row)
     assert draft.own == own
     assert whole is None or draft.text == whole
+
+
+def test_a_surrogate_in_a_turn_that_a_template_shortens_makes_a_bad_row(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    shown = "{{ message.content.split('|')[-1] }}"
+    tokenizer.chat_template = f"{{% for message in messages %}}{shown}[SEP]{{% endfor %}}"
+    row = {"messages": [USER, {"role": "assistant", "content": "\ud83d|word2"}]}
+    (found,) = encode_rows([row], "messages", tokenizer=tokenizer, loss_on="all")
+    assert found == "expected text, got a surrogate, which is no character"
 
 
 def test_a_call_of_a_tool_is_the_assistants_own(tokenizer):
