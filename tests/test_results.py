@@ -169,6 +169,11 @@ def test_a_table_fits_a_terminal_of_80_columns_without_breaking_a_word(capsys, m
     assert {"annealed,", "training", "accuracy,", "cosine", "14.00", "h_exp"} <= set(words)
 
 
+def test_a_token_that_cannot_be_read_hides_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path))
+    assert without_secrets("https://me:secret@host/file") == "https://host/file"
+
+
 def test_a_table_is_wider_than_a_narrow_terminal_rather_than_folding_numbers(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("FORCE_COLOR", "1")
