@@ -14,7 +14,6 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
-from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.hub.run_folder import check_saved
 from harmonic_sft.results import (
     leaves,
@@ -24,7 +23,10 @@ from harmonic_sft.results import (
     write_results,
     write_whole,
 )
-from harmonic_sft.training.checkpoints import last_checkpoint, read_manifest
+from harmonic_sft.training.checkpoints import (
+    last_checkpoint,
+    read_manifest,
+)
 from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -284,8 +286,6 @@ def claim_output_folder(run: RunConfig) -> None:
             logger.warning(
                 "The run in %s ended before its first checkpoint. It starts again.", run.output_dir
             )
-            for name in (f"{LIST}.json", TRAINED):  # of its data, which may be others now
-                (run.output_dir / "results" / name).unlink(missing_ok=True)
         write_whole(path, to_yaml(run))
         for draft in _drafts(run.output_dir):
             draft.unlink()

@@ -67,19 +67,6 @@ def test_a_run_that_starts_again_claims_its_folder_with_its_own_settings(make_ya
         assert read_run(run.output_dir)["training"]["learning_rate"] == rate
 
 
-def test_a_run_that_starts_again_has_no_documents_of_the_run_before(make_yaml):
-    """A stream, or a trainer in Python, would not write over them, and `eval` believes them."""
-    run = load_run_config(make_yaml())
-    claim_output_folder(run)
-    results = run.output_dir / "results"
-    results.mkdir()
-    for name in ("held_out.json", "trained_documents.npy", "mine.json"):
-        (results / name).write_text("{}")
-    check_output_folder(run)
-    claim_output_folder(run)
-    assert [path.name for path in results.iterdir()] == ["mine.json"]
-
-
 @pytest.mark.parametrize(
     "own",
     [
