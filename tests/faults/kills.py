@@ -224,8 +224,8 @@ def outcome(folder):
 
 
 def has_checkpoint(folder):
-    """Whether there is one, whole or not."""
-    return any(folder.glob("checkpoint-*"))
+    """Whether there may be a whole one."""
+    return any(folder.glob("checkpoint-*/manifest.json"))
 
 
 def uninterrupted(scenario, world, wholes):
