@@ -3,6 +3,7 @@
 import logging
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -71,22 +72,24 @@ class PushCallback(TrainerCallback):
             return
         assert args.output_dir is not None, "every run has an output folder"
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        staged = tempfile.TemporaryDirectory(prefix="harmonic-sft-push-")
         try:
-            trained = read_trained(folder)
-            stage(trained, Path(staged.name), self.to)
-            if self.to.form == "head" and not self._is_checked:
-                check_completed(trained, Path(staged.name))
-                self._is_checked = True
+            with ExitStack() as made:
+                place = tempfile.TemporaryDirectory(prefix="harmonic-sft-push-")
+                staged = Path(made.enter_context(place))
+                trained = read_trained(folder)
+                stage(trained, staged, self.to)
+                if self.to.form == "head" and not self._is_checked:
+                    check_completed(trained, staged)
+                    self._is_checked = True
+                kept = made.pop_all()
         except Exception as error:  # safetensors has one of its own for a full disk
-            staged.cleanup()
             self._warn(folder, error)
             return
 
         def send() -> None:
-            with staged:
+            with kept:
                 try:
-                    upload(Path(staged.name), trained, self.to)
+                    upload(staged, trained, self.to)
                 except Exception as error:
                     self._warn(folder, error)
 

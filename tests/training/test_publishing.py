@@ -42,12 +42,21 @@ def pushed_run(make_yaml, monkeypatch):
     return load_run_config(make_yaml(hub=hub))
 
 
-@pytest.mark.parametrize("kind", [OSError, SafetensorError])
-def test_a_checkpoint_that_cannot_be_staged_is_a_warning(pushed_run, monkeypatch, caplog, kind):
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        ("stage", OSError),
+        ("stage", SafetensorError),
+        ("tempfile.TemporaryDirectory", FileNotFoundError),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_staged_is_a_warning(
+    pushed_run, monkeypatch, caplog, place, kind
+):
     def full(*_, **__):
         raise kind("No space left on device")
 
-    monkeypatch.setattr(publishing, "stage", full)
+    monkeypatch.setattr(f"harmonic_sft.training.publishing.{place}", full)
     assert train(pushed_run)["steps"] == 6
     assert "checkpoint-3 was not pushed" in caplog.text
     assert "No space left" in caplog.text
