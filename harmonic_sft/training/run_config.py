@@ -240,6 +240,8 @@ class HExpConfig:
     @model_validator(mode="before")
     @classmethod
     def _held(cls, section: Any) -> Any:
+        if isinstance(section, str):
+            raise ValueError(f"expected a number below 0 or a mapping, got {section!r}")
         is_number = isinstance(section, int | float) and not isinstance(section, bool)
         return {"start": section, "end": section} if is_number else section
 
