@@ -24,8 +24,9 @@ from rich.table import Table
 
 logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "harmonic-sft")
-MAX_WIDTH = 10_000  # of a table, in characters
 SEARCHED = (1 / 16, 16.0)  # factors on the logits, among which evaluations look for the best
+BORDER, GAP = 1, 3  # of a table, and of every column, in characters
+LEAST_WIDTH = 16  # of a column whose words are folded; no number is longer
 ADDRESS = re.compile(r"\b(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 LEAST_TOKEN = 8  # characters; what is shorter is none and may stand in any text
@@ -187,7 +188,7 @@ def reading(path: Path) -> Generator[None]:
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table to standard output, numbers to the right and nothing cut off.
 
-    In a terminal long cells are wrapped to its width; in a file a row is one line.
+    Heads of columns are wrapped, words as a whole; in a terminal so are long cells.
 
     Args:
         title: Stands above the table.
@@ -196,23 +197,38 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
     """
     cells = [[_cell(value) for value in row] for row in rows]
     console = Console(markup=False, highlight=False, emoji=False)
+    widths = _widths(columns, cells, console.width if console.is_terminal else math.inf)
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         texts = [row[index] for row in cells if row[index] != "-"]
         is_number = bool(texts) and all(NUMBER.fullmatch(text) for text in texts)
-        least = max(map(len, [*column.split(), *(texts if is_number else [])]), default=1)
-        table.add_column(
-            column,
-            justify="right" if is_number else "left",
-            overflow="fold",
-            min_width=least,
-            max_width=least if is_number else None,
-        )
+        justify = "right" if is_number else "left"
+        table.add_column(column, justify=justify, overflow="fold", width=widths[index])
     for row in cells:
         table.add_row(*row)
-    needed = console.measure(table, options=console.options.update(max_width=MAX_WIDTH))
-    console.width = max(console.width, needed.minimum if console.is_terminal else needed.maximum)
+    console.width = max(console.width, sum(widths) + BORDER + GAP * len(widths))
     console.print(table)
+
+
+def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]], available: float) -> list[int]:
+    """Return the width of every column: what fits its cells and the longest word of its head.
+
+    Where that is too wide, the widest columns give way, down to their longest words, and the widest
+    of all down to `LEAST_WIDTH`. What is still too wide stays so.
+    """
+    texts = [
+        [*column.split(), *(row[index] for row in cells)] for index, column in enumerate(columns)
+    ]
+    widths = [max(map(len, column), default=0) for column in texts]
+    least = [max(map(len, " ".join(column).split()), default=0) for column in texts]
+    room = available - BORDER - GAP * len(columns)
+    if sum(least) > room:  # a single word is wider than the terminal: it has to be folded
+        most = max(least)
+        least[least.index(most)] = max(min(most, LEAST_WIDTH), int(most - (sum(least) - room)))
+    while sum(widths) > max(room, sum(least)):
+        spare = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
+        widths[spare.index(max(spare))] -= 1
+    return widths
 
 
 def show_best(metrics: dict[str, float]) -> str:

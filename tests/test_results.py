@@ -180,7 +180,19 @@ def test_a_table_is_wider_than_a_narrow_terminal_rather_than_folding_numbers(cap
     columns = ["run", *(f"a long head {number}" for number in range(6))]
     show_table("Losses", columns, [["a_name_of_one_word", *["1,234,567.8"] * 6]])
     lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
-    assert any(line.split() == ["a_name_of_one_word", *["1,234,567.8"] * 6] for line in lines)
+    assert any(line.split() == ["a_name_of_one_wo", *["1,234,567.8"] * 6] for line in lines)
+
+
+def test_no_number_is_cut_at_the_edge_of_a_terminal(capsys, monkeypatch):
+    """rich narrows columns below their least widths, and crops what is then too wide."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["abcdefghijk", "abcdefg", "abcdefghijkl", "abcdefghijkl"]
+    texts = ["xy xyzuv x " * 4, "xyz xyzuvw xy " * 4, "xyzuvw xyzuv xyzuv", "xyzu xyzuvw xy"]
+    numbers = [70873.5, "12.5 %", -817501]
+    columns = ["loss, nats", *words, "loss", "right, %", "tokens"]
+    show_table("T", columns, [[-121324.5, *texts, *numbers]])
+    assert "-817,501" in capsys.readouterr().out
 
 
 def test_peak_memory_is_in_bytes():
