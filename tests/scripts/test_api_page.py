@@ -16,7 +16,7 @@ def test_every_public_name_is_on_the_page_once():
 
 def test_arguments_and_methods_are_on_the_page():
     text = api_page.page()
-    assert "- `train_dataset`: Of the datasets library" in text
+    assert "- `train_dataset`: A data set of the datasets library" in text
     assert "| `h_exp` | `None` | Exponent on the squared distance" in text
     assert "- `from_base(name, *, revision=None" in text
     assert "\n    h_exp: float" in text
