@@ -17,7 +17,7 @@ import torch
 from tqdm.std import TqdmDefaultWriteLock
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from harmonic_sft.training import publishing
+from harmonic_sft.training import publishing, resumable_trainer
 from harmonic_sft.training import run as runs
 from harmonic_sft.training import trainer as trainers
 from harmonic_sft_cli import main
@@ -131,8 +131,8 @@ def session(words, home, log, told):
         setattr(owner, name, watched)
 
     watch(trainers.HarmonicTrainer, "_save_checkpoint", "save")
-    watch(trainers, "write_manifest", "save")
-    watch(trainers, "rotate", "rotation")
+    watch(resumable_trainer, "write_manifest", "save")
+    watch(resumable_trainer, "rotate", "rotation")
     watch(trainers.HarmonicTrainer, "evaluate", "evaluation")
     watch(runs, "write_results", "results")
     # There is no Hub here: what would be sent is made, and not sent.
