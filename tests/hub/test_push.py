@@ -289,8 +289,13 @@ def test_an_interrupted_push_leaves_no_copy(hub, pushed, tmp_path, monkeypatch, 
     environment = hub.environment(tmp_path / "home") | {"TMPDIR": str(tmp_path)}
     words = ["push", pushed, "--repo-id", "alice/interrupted", "--license", "mit"]
     command = [sys.executable, "-m", "harmonic_sft", *words]
-    with subprocess.Popen(command, env=environment | {"PYTHONPATH": str(ROOT)}) as process:
-        process.wait()
+    # A child of a shell in the background would have Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, env=environment | {"PYTHONPATH": str(ROOT)})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    process.wait()
     assert process.returncode == status
     assert not [*tmp_path.glob("harmonic-sft-push-*")]
 
