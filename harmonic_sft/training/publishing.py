@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from harmonic_sft.hub import Destination, push, read_trained, stage, upload
 from harmonic_sft.hub.staging import check_completed
+from harmonic_sft.results import without_secrets
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 
 logger = logging.getLogger(__name__)
@@ -103,4 +104,4 @@ class PushCallback(TrainerCallback):
             self._pushing.join()
 
     def _warn(self, folder: Path, error: Exception) -> None:
-        logger.warning("%s was not pushed. %s", folder.name, error)
+        logger.warning("%s was not pushed. %s", folder.name, without_secrets(str(error)))

@@ -15,6 +15,8 @@ from harmonic_sft.training.head_swap import evaluate
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
 
+TOKEN = "hf_" + 34 * "a"
+
 
 @pytest.mark.usefixtures("no_token")
 @pytest.mark.parametrize(
@@ -54,12 +56,13 @@ def test_a_checkpoint_that_cannot_be_staged_is_a_warning(
     pushed_run, monkeypatch, caplog, place, kind
 ):
     def full(*_, **__):
-        raise kind("No space left on device")
+        raise kind(f"No space left on device. {TOKEN}")
 
     monkeypatch.setattr(f"harmonic_sft.training.publishing.{place}", full)
     assert train(pushed_run)["steps"] == 6
     assert "checkpoint-3 was not pushed" in caplog.text
     assert "No space left" in caplog.text
+    assert TOKEN not in caplog.text  # which a Hub may repeat
 
 
 def test_a_push_on_its_way_is_waited_for_when_training_stops(pushed_run, monkeypatch):
