@@ -34,6 +34,7 @@ class Chunk:
         moments: `[3, tiles, T]` or None: sums of e * log e, of e * bias, and of the biases.
         logit_sums: `[tiles, T]` or None, of the logits.
         best: `[tiles, T]` or None, the column of the largest logit.
+        nearest: `[tiles, T]` or None, the least d2 + eps of each tile.
         second_sums: `[R, tiles, T]`, that the stage asks for.
         columns: `[T, S]`, of the pairs; -1 where there is none.
         absent: `[T, S]`, where there is none.
@@ -63,6 +64,7 @@ class Chunk:
     moments: Tensor | None = None
     logit_sums: Tensor | None = None
     best: Tensor | None = None
+    nearest: Tensor | None = None
     second_sums: Tensor = field(init=False)
     columns: Tensor = field(init=False)
     absent: Tensor = field(init=False)
@@ -78,19 +80,31 @@ class Chunk:
     floor: Tensor = field(init=False)
     second: Tensor | None = None
 
-    def reserve(self, num_tiles: int, *, measure: bool, smoothed: bool, num_sums: int = 0) -> None:
+    def reserve(
+        self,
+        num_tiles: int,
+        *,
+        measure: bool,
+        best: bool,
+        smoothed: bool,
+        num_sums: int = 0,
+        ratios: bool = False,
+    ) -> None:
         """Make room for what the tiles write.
 
         Args:
             num_tiles: How many there are.
-            measure: Also for moments and best columns.
+            measure: Also for moments.
+            best: Also for the best columns.
             smoothed: Also for the sums of the logits.
             num_sums: R, how many sums the stage asks for.
+            ratios: Also for the least distances.
         """
         shape, new_empty = (num_tiles, len(self.placed)), self.placed.new_empty
         self.log_scale, self.sums = new_empty(shape), new_empty(shape)
         self.moments = new_empty(3, *shape) if measure else None
-        self.best = self.labels.new_empty(shape) if measure else None
+        self.best = self.labels.new_empty(shape) if best else None
+        self.nearest = new_empty(shape) if ratios else None
         self.logit_sums = new_empty(shape) if smoothed else None
         self.second_sums = new_empty(num_sums, *shape)
 

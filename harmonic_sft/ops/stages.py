@@ -16,6 +16,8 @@ from harmonic_sft.ops.arguments import Arguments, check_bias, read_exponent, rea
 from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import Geometry
 
+NOTHING = -1e4  # a logarithm whose exponential is 0
+
 
 class CrossEntropyStage:
     """Cross-entropy with hard or soft targets, label smoothing and z-loss.
@@ -25,6 +27,7 @@ class CrossEntropyStage:
 
     Attributes:
         num_sums: How many sums a second loss asks of each tile; 0 if there is none.
+        reads_logits: Whether a second loss asks for the sum of weight * logit.
         points: Of a transport.
         labels: `[N, K]`, -1 where padded or repeated.
         target: `[N, K]`, probabilities of the labels.
@@ -32,6 +35,7 @@ class CrossEntropyStage:
     """
 
     num_sums = 0
+    reads_logits = False
     points: Geometry | None = None
 
     def __init__(self, arguments: Arguments):
@@ -44,8 +48,8 @@ class CrossEntropyStage:
     def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the second weights `[T, W]` of one tile, and row sums `[T]`.
 
-        `Chunk.second_sums` holds the sums of the weights and of weight * logit, both without the
-        pairs, and then these.
+        `Chunk.second_sums` holds the sums of the weights and, if the stage `reads_logits`, of
+        weight * logit, both without the pairs, and then these.
 
         Args:
             tile: Its classes.
@@ -154,6 +158,7 @@ class DistillationStage(CrossEntropyStage):
     """share * KL(q || p) + (1 - share) * -log p_label, q the softmax of a linear teacher."""
 
     num_sums = 5
+    reads_logits = True
 
     def __init__(self, arguments: Arguments):
         super().__init__(arguments)
@@ -170,8 +175,9 @@ class DistillationStage(CrossEntropyStage):
         if self.bias is not None:
             taught.add_(self.bias[tile].to(dtype))
         peaks = taught.amax(1).clamp_min(torch.finfo(dtype).min / 4)  # -inf rules a class out
-        weights = taught.sub_(peaks.unsqueeze(1)).exp_()
-        return weights, [peaks, weights.sum(1), -torch.special.entr(weights).sum(1)]
+        weights = taught.sub_(peaks.unsqueeze(1)).exp()
+        logs = taught.clamp_min_(NOTHING)
+        return weights, [peaks, weights.sum(1), torch.linalg.vecdot(weights, logs)]
 
     def log_share(self, chunk: Chunk, k: int | slice) -> Tensor:
         """Return what makes the teacher's weights of a tile its probabilities, as a logarithm."""
@@ -210,10 +216,10 @@ class DistillationStage(CrossEntropyStage):
 class TransportStage(CrossEntropyStage):
     """own * -log p_label + carried * sum_j p_j |e_j - e_label| ** 2, e the points `[V, E]`."""
 
-    num_sums = 2
-
     def __init__(self, arguments: Arguments):
         super().__init__(arguments)
+        self.reads_logits = arguments.needs_gradient("h_exp")
+        self.num_sums = 1 + self.reads_logits
         self.own, self.carried = arguments.mix.tolist()
         assert arguments.second_weight is not None, "a transport has points"
         points, dtype = arguments.second_weight, self.target.dtype

@@ -22,6 +22,7 @@ CPU_WIDTH, DEVICE_WIDTH = 768, 8192
 STEEP, LOWEST, SMALLEST = -16, -43.0, 2e-38
 NEAR_PER_TILE = 8  # near pairs of a row that a tile hands over, the closest ones
 NEAR_ON_DEVICE = 2  # the same where counting them would halt the device
+LOG2_E = math.log2(math.e)
 
 
 class TorchTiles:
@@ -29,7 +30,8 @@ class TorchTiles:
 
     A tile keeps weights for the gradients, of which a factor per row makes coefficients: e / d2 (e
     for a linear head), then, where they are needed, the second weights over d2, 1 / d2 for label
-    smoothing, and e itself for the gradient of a bias or of the points of a transport.
+    smoothing, and e itself for the gradient of a bias or of the points of a transport. Under a
+    whole exponent label smoothing keeps the least d2 of the tile over d2 alone: e is its power.
 
     Args:
         arguments: The arguments of the call.
@@ -56,15 +58,19 @@ class TorchTiles:
         bias = arguments.class_bias
         self.bias = None if bias is None else bias.detach().to(geometry.dtype)
         distances = not geometry.linear
+        self.with_metrics = arguments.with_metrics
+        measures = self.with_metrics or arguments.needs_gradient("h_exp")
         # Repeated squaring takes half the time of a logarithm and an exponential.
         self.power = 0
-        plain = bias is None and not stage.num_sums and not self.smoothed
+        plain = distances and bias is None and not measures and not stage.reads_logits
         if plain and isinstance(self.h_exp, float) and -self.h_exp % 1 == 0 and self.h_exp >= -1023:
             self.power = int(-self.h_exp)
+        self.sums_logits = measures or stage.reads_logits or self.smoothed
+        self.keeps_ratios = self.power > 0 and self.smoothed and not stage.num_sums
         kept = {
             "softmax": True,
             "second": stage.num_sums > 0,
-            "inverse": distances and self.smoothed,
+            "inverse": distances and self.smoothed and not self.keeps_ratios,
             "probs": distances and (self.learns_bias or points is not None),
         }
         names = [name for name, needed in kept.items() if needed]
@@ -88,7 +94,8 @@ class TorchTiles:
         """
         num_sums = self.stage.num_sums
         near: list[Tensor | None] = [None] * len(self.edges)
-        chunk.reserve(len(self.edges), measure=measure, smoothed=self.smoothed, num_sums=num_sums)
+        options = {"smoothed": self.smoothed, "num_sums": num_sums, "ratios": self.keeps_ratios}
+        chunk.reserve(len(self.edges), measure=measure, best=self.with_metrics, **options)
         if keep:
             size = self.num_kept * len(chunk.placed) * self.edges[-1].stop
             if self.buffer is None or len(self.buffer) < size:
@@ -195,20 +202,28 @@ class TorchTiles:
         if nearest is not None:
             nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
             log_scale.copy_(torch.log(nearest / chunk.unit).mul_(self.h_exp).squeeze(1))
-        second = None
-        # Sums of the logits need them beside their exponentials.
-        sums_logits = self.stage.num_sums > 0 or self.smoothed or chunk.moments is not None
-        if nearest is not None and self.power and not sums_logits:
-            probs = self._powers(scores, nearest)
+        if nearest is not None and self.power:
+            place = kept[0] if kept is not None and self.keeps_ratios else None
+            ratios = torch.div(nearest, scores, out=place)  # 0 where left out
+            probs = self._powers(ratios)
+            logits = ratios.log().mul_(-self.h_exp) if self.smoothed else None
+            if chunk.nearest is not None:
+                chunk.nearest[k] = nearest.squeeze(1)
         else:
             logits = self._logits(scores, nearest, tile, log_scale)
             place = logits if kept is None or not geometry.linear else kept[0]
             powers = F.threshold(logits, LOWEST, -torch.inf) if self.is_steep else logits
-            probs = torch.exp(powers, out=None if sums_logits else place)
-            if sums_logits:
-                second = self._sum_logits(chunk, k, logits, probs, found[k])
+            # Sums of the logits need them beside their exponentials. On AMD, `exp` takes three
+            # times as long as powers of 2.
+            powers = torch.mul(powers, LOG2_E, out=None if self.sums_logits else place)
+            probs = powers.exp2_()
+        finite = second = None
+        if logits is not None and self.sums_logits:
+            finite = self._sum_logits(chunk, k, logits, probs, found[k])
+        if self.stage.num_sums:
+            second = self._second(chunk, k, probs, finite, found[k])
         torch.sum(probs, 1, out=chunk.sums[k])
-        if kept is not None:
+        if kept is not None and not self.keeps_ratios:
             self._keep(kept, scores, probs, second)
 
     def _leave_out(
@@ -221,12 +236,7 @@ class TorchTiles:
             of what is left; None for a linear head.
         """
         linear = self.geometry.linear
-        fill = -torch.inf if linear else torch.inf
-        inside = self._inside(chunk, tile)
-        columns = (chunk.labels - tile.start).clamp_(0, tile.stop - tile.start - 1)
-        # A label of another tile changes nothing, also where it is clamped onto one of this tile.
-        values = torch.where(inside, fill, -fill).to(scores.dtype)
-        scores.scatter_reduce_(1, columns, values, "amin" if linear else "amax")
+        _put_(scores, chunk.labels, tile, -torch.inf if linear else torch.inf)
         if linear:
             return None, None
         nearest = scores.amin(1, keepdim=True)
@@ -241,11 +251,6 @@ class TorchTiles:
         # What exceeds the count keeps its expanded distance, which rounding may push below zero.
         scores.clamp_min_(self.geometry.eps)
         return torch.where(near, columns + tile.start, -1), scores.amin(1, keepdim=True)
-
-    @staticmethod
-    def _inside(chunk: Chunk, tile: slice) -> Tensor:
-        """Return which labels `[T, K]` are of a tile."""
-        return (chunk.labels >= tile.start) & (chunk.labels < tile.stop)
 
     def _logits(
         self, scores: Tensor, nearest: Tensor | None, tile: slice, log_scale: Tensor
@@ -267,44 +272,51 @@ class TorchTiles:
             log_scale.add_(peaks)
         return logits
 
-    def _powers(self, scores: Tensor, nearest: Tensor) -> Tensor:
+    def _powers(self, ratios: Tensor) -> Tensor:
         """Return e `[T, W]` of a whole exponent, without a logarithm."""
-        ratio = torch.div(nearest, scores)  # 0 where left out
         if self.is_steep:
-            F.threshold(ratio, math.exp(LOWEST / self.power), 0, inplace=True)
-        power = ratio
+            ratios = F.threshold(ratios, math.exp(LOWEST / self.power), 0)
+        power = ratios
         for bit in f"{self.power:b}"[1:]:
-            power = ratio * ratio if power is ratio else power.mul_(power)
+            power = ratios * ratios if power is ratios else power.mul_(power)
             if bit == "1":
-                power.mul_(ratio)
+                power.mul_(ratios)
         return power
 
     def _sum_logits(
         self, chunk: Chunk, k: int, logits: Tensor, probs: Tensor, near: Tensor | None
-    ) -> Tensor | None:
-        """Write the sums of tile `k` that the logits enter; return the second weights `[T, W]`."""
+    ) -> Tensor:
+        """Write the sums of tile `k` that the logits `[T, W]` enter; return them, 0 if left out."""
         tile = self.edges[k]
-        finite = F.threshold(logits, torch.finfo(logits.dtype).min, 0)  # 0 where left out
+        finite = F.threshold(logits, torch.finfo(logits.dtype).min, 0)
         if chunk.logit_sums is not None:  # then no bias is -inf
-            count = logits.shape[1] - self._inside(chunk, tile).sum(1)
+            count = logits.shape[1] - _inside(chunk.labels, tile).sum(1)
             count = count if near is None else count - (near >= 0).sum(1)
             torch.addcmul(finite.sum(1), count, chunk.log_scale[k], out=chunk.logit_sums[k])
-        if chunk.moments is not None and chunk.best is not None:
-            moments = chunk.moments[:, k]
+        if chunk.best is not None:
             # `max` finds the column in a third of the time of `argmax`.
             torch.add(logits.max(1).indices, tile.start, out=chunk.best[k])
+        if chunk.moments is not None:
+            moments = chunk.moments[:, k]
             moments[0] = torch.linalg.vecdot(probs, finite)
             moments[1:] = 0
             if self.bias is not None:
                 bias = self.bias[tile].nan_to_num(neginf=0)
                 torch.mv(probs, bias, out=moments[1])
                 torch.mv((logits != -torch.inf).to(bias.dtype), bias, out=moments[2])
-        if not self.stage.num_sums:
-            return None
+        return finite
+
+    def _second(
+        self, chunk: Chunk, k: int, probs: Tensor, finite: Tensor | None, near: Tensor | None
+    ) -> Tensor:
+        """Write the sums of tile `k` that the stage asks for; return its weights `[T, W]`."""
+        tile = self.edges[k]
         second, sums = self.stage.weigh(tile, chunk.tokens, probs)
-        second = second.where(logits != -torch.inf, 0)
-        sums = [second.sum(1), torch.linalg.vecdot(second, finite), *sums]
-        for row, values in zip(chunk.second_sums, sums, strict=True):
+        for columns in (chunk.labels, near):
+            if columns is not None:
+                _put_(second, columns, tile, 0)
+        products = [] if finite is None else [torch.linalg.vecdot(second, finite)]
+        for row, values in zip(chunk.second_sums, [second.sum(1), *products, *sums], strict=True):
             row[k] = values
         return second
 
@@ -329,6 +341,10 @@ class TorchTiles:
         """Return dL/dlogit `[T, W]` of a linear head, -2 dL/d(d2) of distances, in `kept`."""
         slope = 1.0 if self.geometry.linear else -2 * self.h_exp
         factors = slope * chunk.mass * share  # [T]
+        if chunk.nearest is not None:
+            ratios, nearest = kept[0], chunk.nearest[k]
+            powers = self._powers(ratios) * (factors / nearest).unsqueeze(1)
+            return ratios.mul_(powers.sub_((slope * chunk.floor / nearest).unsqueeze(1)))
         if self.is_steep:
             _drop_tiny_(kept[0], factors)
         coefficients = kept[0].mul_(factors.unsqueeze(1))
@@ -360,3 +376,19 @@ def _drop_tiny_(weights: Tensor, factors: Tensor) -> None:
     limits = SMALLEST / factors.abs()
     if bool(limits.max() > math.exp(LOWEST)):
         weights.masked_fill_(weights < limits.unsqueeze(1), 0)
+
+
+def _inside(columns: Tensor, tile: slice) -> Tensor:
+    """Return which columns `[T, S]` are of a tile."""
+    return (columns >= tile.start) & (columns < tile.stop)
+
+
+def _put_(values: Tensor, columns: Tensor, tile: slice, extreme: float) -> None:
+    """Write what no value of a tile `[T, W]` exceeds in its columns among `columns` `[T, S]`.
+
+    A column of another tile changes nothing, also where it is clamped onto one of this tile.
+    """
+    reduce, nothing = ("amax", -torch.inf) if extreme == torch.inf else ("amin", torch.inf)
+    places = (columns - tile.start).clamp_(0, tile.stop - tile.start - 1)
+    written = torch.where(_inside(columns, tile), extreme, nothing).to(values.dtype)
+    values.scatter_reduce_(1, places, written, reduce)

@@ -104,7 +104,8 @@ class TritonTiles:
     def score(self, chunk: Chunk, *, keep: bool, measure: bool) -> Tensor | None:
         """Write the sums of all tiles; return the columns of near pairs: see `TorchTiles`."""
         num_rows, tile = len(chunk.placed), STATISTICS[1]
-        chunk.reserve(-(-self.num_classes // tile), measure=measure, smoothed=self.smoothed)
+        num_tiles = -(-self.num_classes // tile)
+        chunk.reserve(num_tiles, measure=measure, best=measure, smoothed=self.smoothed)
         near = None
         if not self.geometry.linear:
             near = chunk.labels.new_empty(2, *chunk.sums.shape)
