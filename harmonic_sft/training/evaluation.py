@@ -9,13 +9,13 @@ from functools import partial
 from glob import glob
 from hashlib import sha256
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingArguments
 
@@ -73,7 +73,7 @@ from harmonic_sft.training.report import names_of, show_metrics, show_suite
 logger = logging.getLogger(__name__)
 READ = {f"training.{key}" for key in ("per_device_eval_batch_size", "seed", "use_cpu")}
 TEXT_BYTES = {"quick": 60_000, "full": 1_000_000}  # of every text of the sets, at most half of it
-NUM_BATCHES = 50  # whose hidden states are compared with the prototypes of their labels
+NUM_ROWS = 400  # whose hidden states are compared with the prototypes of their labels
 CONTEXT_LENGTH = 512  # of data for a folder without a run.yaml, at most
 
 
@@ -263,11 +263,11 @@ class Opened:
 
     @torch.no_grad()
     def states(self) -> tuple[Tensor, Tensor]:
-        """Return hidden states `[N, D]` and labels `[N]` of the first batches."""
+        """Return hidden states `[N, D]` and labels `[N]` of the first rows."""
         model, data = self.model, self.data
-        batches = batches_on(model.device, data.eval, data.collator, self.batch_size)
-        first = islice(batches, NUM_BATCHES)
-        states, labels = zip(*(labelled_states(model, batch) for batch in first), strict=True)
+        first = Subset(data.eval, range(min(NUM_ROWS, len(data.eval))))
+        batches = batches_on(model.device, first, data.collator, self.batch_size)
+        states, labels = zip(*(labelled_states(model, batch) for batch in batches), strict=True)
         return torch.cat(states), torch.cat(labels)
 
     def subject(self, size: str) -> Subject:

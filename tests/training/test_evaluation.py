@@ -229,6 +229,16 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(run_copy, sets, 
     assert "not measured: needs probing/sst2_train.tsv" in " ".join(capsys.readouterr().out.split())
 
 
+def test_batches_do_not_change_what_the_suite_looks_at(run_copy, monkeypatch):
+    monkeypatch.setattr(evaluation, "NUM_ROWS", 10)
+    found = []
+    for way in ("per_device_eval_batch_size=1", "per_device_eval_batch_size=8"):
+        rows = evaluate_suite([run_copy], [CPU, f"training.{way}"])["rows"]
+        found += [row for row in rows if row.get("metric") == "class-center alignment"]
+    assert found[0]["n"] == found[1]["n"] > 0
+    assert found[0]["values"] == pytest.approx(found[1]["values"])
+
+
 def test_files_of_another_form_leave_the_others_measured(run_copy, sets):
     csv.field_size_limit(131_072)  # Python's own; tests that read CSV data raise it
     files = {
