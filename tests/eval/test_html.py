@@ -87,6 +87,17 @@ def test_one_model_is_not_compared():
     assert ' best"' not in page
 
 
+def test_equal_values_are_none_the_better_and_intervals_of_several_models_are_so_named():
+    names, figures = ["mine", "second", "third"], payload()["figures"]["mine"]
+    row = {**payload()["rows"][0], "values": [3.5, 3.5, 3.5]}
+    more = {"models": names, "figures": dict.fromkeys(names, figures)}
+    differences = payload()["differences"] * 2
+    page = report_page(payload(rows=[row], differences=differences, **more))
+    assert ' best"' not in page
+    assert '<th class="number">95 % interval, jointly</th>' in page
+    assert ">95 % interval</th>" in report_page(payload())
+
+
 def browse(path, width):
     """Open a file in Chromium; return its DOM, what it logs, and the addresses it asked for."""
     log = path.with_suffix(".json")
