@@ -55,8 +55,8 @@ DIFFERENCE_NOTE = (
     f"with fewer than {MIN_SEEDS} seeds a difference is undecided. "
 )
 ONE_SEED = (
-    "Which run is better is undecided, since one seed decides nothing: give runs that differ "
-    f"only in training.seed, at least {MIN_SEEDS} of each. "
+    "Which run is better is undecided, since they share no two seeds: give runs that differ only "
+    f"in training.seed, each with the same {MIN_SEEDS} seeds or more. "
 )
 SHOWN = {  # of a table: heading, factor and format
     "loss": ("loss, nats", 1, ".2f"),

@@ -134,10 +134,12 @@ def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path, capsys):
     assert f"{folders[4]} loss, nats -0.090 \u00b1" in printed
 
 
-def test_one_seed_decides_nothing(capsys, caplog):
-    compare_runs([*seeds_of("base", -12.0, [4.0]), *seeds_of("other", -4.0, [9.0])], None)
+@pytest.mark.parametrize("seeds", [([0], [0]), ([0, 1], [2, 3])])
+def test_runs_that_share_no_two_seeds_are_undecided(seeds, capsys, caplog):
+    base, other = seeds_of("base", -12.0, [4.0] * 4), seeds_of("other", -4.0, [9.0] * 4)
+    compare_runs([*(base[n] for n in seeds[0]), *(other[n] for n in seeds[1])], None)
     assert "Difference" not in capsys.readouterr().out
-    assert "undecided, since one seed decides nothing: give runs" in caplog.text
+    assert "undecided, since they share no two seeds: give runs" in caplog.text
 
 
 def test_documents_without_a_scored_token_are_not_scored(caplog):
