@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import datasets
@@ -36,6 +37,7 @@ def inspect_data(
     tokenizer: PreTrainedTokenizerBase,
     rows_per_step: int,
     batch_size: int,
+    seed: int,
 ) -> None:
     """Print what a run trains on, and its first row as it is masked in the first epoch.
 
@@ -46,14 +48,16 @@ def inspect_data(
         tokenizer: The model's tokenizer.
         rows_per_step: Rows, or packs of them, in a step: batch size x accumulation x processes.
         batch_size: Rows, or packs, that are padded together.
+        seed: Of the training: its masks and its order.
     """
     is_stream = not isinstance(data.train, MaskedRows)
     rows, packs, epochs, windows = _items(data)
     is_packed = any(len(pack) > 1 for pack in packs)
     kind = "packs" if is_packed else "rows"
     title = f"first {len(packs)} {kind} of a stream" if is_stream else "train"
-    masker = data.eval.masker if is_stream else data.train.masker
+    masker = data.eval.masker
     assert not isinstance(masker, ClassLabels), "only rows of text are shown"
+    masker = replace(masker, seed=seed)  # evaluations have one of their own
     parts = {title: rows, "evaluation": data.eval.rows}
     counts = [[name, *count_rows(part, masker)] for name, part in parts.items()]
     show_table("Data", ["", "documents", "rows", "tokens", "scored"], counts)
@@ -67,7 +71,7 @@ def inspect_data(
     if is_packed:
         packed = np.array([lengths[pack].sum() for pack in packs])
         sizes = {"rows, if not packed": lengths, "packs": packed}
-    _show_sizes(title, sizes, data, rows_per_step, batch_size)
+    _show_sizes(title, sizes, data, rows_per_step, batch_size, seed)
     what = "row" if len(packs[0]) == 1 else f"pack of {len(packs[0])} rows"
     console.print(f"The first {what}, in the first epoch\n{LEGEND}")
     for index in packs[0]:
@@ -110,12 +114,13 @@ def _show_sizes(
     data: LoadedData,
     rows_per_step: int,
     batch_size: int,
+    seed: int,
 ) -> None:
     """Print how long rows and packs are, and how full their batches."""
     lines = []
     for kind, lengths in sizes.items():
         quantiles = np.quantile(lengths, [0, 0.5, 0.95, 1]).astype(int).tolist()
-        rate = f"{100 * _fill_rate(lengths, data, batch_size):.1f} %"
+        rate = f"{100 * _fill_rate(lengths, data, batch_size, seed):.1f} %"
         per_step = round(float(rows_per_step * lengths.mean()))
         # A stream has no end, so neither has its epoch.
         is_table = isinstance(data.train, MaskedRows)
@@ -126,17 +131,17 @@ def _show_sizes(
     show_table(f"Batches of {batch_size}, {rows_per_step} in a step: {title}", columns, lines)
 
 
-def _fill_rate(lengths: np.ndarray, data: LoadedData, batch_size: int) -> float:
+def _fill_rate(lengths: np.ndarray, data: LoadedData, batch_size: int, seed: int) -> float:
     """Return the share of tokens in the batches of the first epoch, from 0 to 1."""
     if not isinstance(data.collator, PaddingCollator):
         return 1.0  # nothing is padded
     multiple = data.collator.pad_to_multiple_of or 1
-    seed = data.eval.masker.seed
-    shuffled = lengths[permutation("row order", (seed, 0), len(lengths))]  # [items]
-    starts = np.arange(0, len(shuffled), batch_size)  # [batches]
-    longest = np.maximum.reduceat(shuffled, starts)  # [batches]
+    if isinstance(data.train, MaskedRows):  # a stream is read as it comes
+        lengths = lengths[permutation("row order", (seed, 0), len(lengths))]  # [items]
+    starts = np.arange(0, len(lengths), batch_size)  # [batches]
+    longest = np.maximum.reduceat(lengths, starts)  # [batches]
     width = -(-longest // multiple) * multiple  # [batches]
-    return float(shuffled.sum() / (width * np.diff(starts, append=len(shuffled))).sum())
+    return float(lengths.sum() / (width * np.diff(starts, append=len(lengths))).sum())
 
 
 def sample_text(

@@ -72,4 +72,5 @@ def show_data(run: RunConfig) -> None:
         tokenizer=tokenizer,
         rows_per_step=rows_per_step(args),
         batch_size=args.per_device_train_batch_size,
+        seed=run.seed,
     )

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import re
 import statistics
@@ -43,7 +44,7 @@ def make_stream(tokenizer, tmp_path):
             words = [f"word{number}" for number in numbers]
             (tmp_path / f"part{part}.txt").write_text("\n".join(words) + "\n")
         source = {"path": str(tmp_path / "part*.txt"), "streaming": True}
-        held_out = {"documents": 6, "seed": SEED}
+        held_out = {"documents": 6, "seed": SEED + 4}
         settings = {"context_length": 12, "eval": held_out, **MASKED, **settings}
         return load(tokenizer, source, seed=SEED, **settings)
 
@@ -58,7 +59,8 @@ def cells(output, title):
 
 def show(data, tokenizer, capsys, **settings):
     capsys.readouterr()
-    inspect_data(data, **{"tokenizer": tokenizer, "rows_per_step": 8, "batch_size": 8, **settings})
+    settings = {"rows_per_step": 8, "batch_size": 8, "seed": SEED, **settings}
+    inspect_data(data, tokenizer=tokenizer, **settings)
     return capsys.readouterr().out
 
 
@@ -97,7 +99,7 @@ def test_counts_and_lengths_of_a_run_are_shown(data, tokenizer, capsys):
     assert [shortest, middle, longest] == [str(lengths[0]), str(median), str(lengths[-1])]
 
 
-@pytest.mark.parametrize(("batch_size", "multiple"), [(1, 1), (7, 3)])
+@pytest.mark.parametrize(("batch_size", "multiple"), [(1, 1), (2, 1), (7, 3)])
 def test_fill_rate_and_steps_are_those_of_the_first_epoch(
     data, tokenizer, capsys, batch_size, multiple
 ):
@@ -175,6 +177,18 @@ def test_only_the_beginning_of_a_stream_is_read_and_said_to_be(make_stream, toke
     (_, word, _), (_, label, _) = first["input_ids"], first["labels"]
     expected = f"word{word - 5}" if label == IGNORE_INDEX else f"[word{label - 5}]"
     assert output.strip().endswith(f"<[CLS]> {expected} <[SEP]>")
+
+
+def test_batches_of_a_stream_are_filled_in_its_order(tokenizer, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("\n".join("word1 " * (1 + i) + f"word{i}" for i in range(11)))
+    source = {"path": str(tmp_path / "a.txt"), "streaming": True}
+    data = load(tokenizer, source, seed=SEED, context_length=16)
+    (stream,) = data.train.streams
+    items = itertools.islice(stream.rows(None), STREAM_ITEMS)
+    lengths = [len(row["input_ids"]) for pack, _ in items for row, _ in pack]
+    longest = sum(2 * max(pair) for pair in zip(lengths[::2], lengths[1::2], strict=True))
+    shown = cells(show(data, tokenizer, capsys, batch_size=2), "rows ")
+    assert shown[5] == f"{100 * sum(lengths) / longest:.1f} %"
 
 
 def test_what_a_stream_leaves_out_is_counted(tokenizer, tmp_path, capsys):
