@@ -29,7 +29,7 @@ BORDER, GAP = 1, 3  # of a table, and of every column, in characters
 LEAST_WIDTH = 16  # of a column whose words are folded; no number is longer
 ADDRESS = re.compile(r"\b(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
-LEAST_TOKEN = 8  # characters; what is shorter is none and may stand in any text
+LEAST_TOKEN = 16  # characters; what is shorter is none, and may be a word of any text
 NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\W\d_]\S*| ?%)?")  # with or without a unit
 
 
@@ -246,6 +246,10 @@ def peak_memory_bytes() -> int:
     """Return the most memory this process has held: on the GPU if it used one, else resident."""
     if peak := torch.cuda.max_memory_allocated():
         return peak
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.is_file() else None
+    if found:  # the other number, on Linux, is at least that of whoever started this process
+        return int(found[1]) * 1024
     import resource  # Unix only, like the number itself
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
