@@ -15,7 +15,7 @@ from harmonic_sft.config import unknown_key
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HEADS
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, default_of, their_names
-from harmonic_sft.training.run_config import NOT_IN_HEAD, REFUSED, RunConfig
+from harmonic_sft.training.run_config import NOT_IN_HEAD, REFUSED, RunConfig, check_refused
 
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "mapping"}
 WIDTH = 80
@@ -39,10 +39,13 @@ def explain(name: str | None = None) -> str:
             `head.dist`; a position in a list may stand in it or not. None explains all sections.
 
     Raises:
-        ValueError: There is no such key; the message names the nearest one.
+        ValueError: There is no such key, and the message names the nearest one; or no run can have
+            it.
     """
     key = _root()
     path = [step for step in (name or "").split(".") if step and not step.isdecimal()]
+    if path[:1] == ["training"]:
+        check_refused(dict.fromkeys(path[1:], "a value"))
     for depth, step in enumerate(path):
         if step not in key.below:
             place = ".".join(path[:depth]) or "config"

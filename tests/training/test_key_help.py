@@ -62,3 +62,11 @@ def test_a_key_is_explained_with_its_type_and_default(name, text):
 def test_an_unknown_key_names_the_nearest(name, message):
     with pytest.raises(ValueError, match=message):
         explain(name)
+
+
+def test_a_key_that_no_run_can_have_says_why():
+    for reason, keys in REFUSED.items():
+        for key in keys:
+            with pytest.raises(ValueError, match=f"^training.{key}: expected nothing") as error:
+                explain(f"training.{key}")
+            assert str(error.value).endswith(reason)
