@@ -80,6 +80,14 @@ PAIRS = {  # of ways that have to agree
 }
 
 
+class FirstRows(list[Row]):
+    """Rows of a source; a column that is not read may hold what no table would take."""
+
+    def __init__(self, rows: list[Row], features: Any):
+        super().__init__(rows)
+        self.features = features
+
+
 class Material(NamedTuple):
     """What is trained on: rows of many lengths, and what makes batches of them if they have one."""
 
@@ -183,9 +191,11 @@ def _first_documents(run: RunConfig, index: int) -> GivenSource:
         if BAD not in row and (label_column is None or counts[label] < PER_CLASS):
             counts[label] += 1
             rows.append({key: row[key] for key in row if key not in (NUMBER, PLACE)})
-    table = Dataset.from_list(rows, features=documents.features or None)
     return GivenSource(
-        path=source.path, format=source.format, column=source.column, documents=table
+        path=source.path,
+        format=source.format,
+        column=source.column,
+        documents=FirstRows(rows, documents.features),
     )
 
 

@@ -107,6 +107,16 @@ def test_what_cannot_be_compared_is_skipped_with_the_reason(
     assert "padded = packed: skipped, a classifier's rows are neither packed nor" in caplog.text
 
 
+def test_columns_that_are_not_read_may_hold_anything(make_yaml, tmp_path, only):
+    only("table = stream")
+    others = [1, "a", "\ud800"]  # the last is no UTF-8
+    rows = [{"text": f"aa b{n} cc", "id": others[n % 3]} for n in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for streaming in (False, True):
+        data = {"sources": [{"path": str(tmp_path / "rows.jsonl"), "streaming": streaming}]}
+        assert main(["verify", str(make_yaml(data=data, check_base=False))]) == 0
+
+
 def test_too_few_rows_are_refused(make_yaml, tmp_path):
     (tmp_path / "short.txt").write_text("aa bb\nbb cc\n")
     data = {"sources": [{"path": str(tmp_path / "short.txt")}]}
