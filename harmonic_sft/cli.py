@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> None:
             f"{options.command}: expected one process, got {processes}. Start it without torchrun "
             "and accelerate launch"
         )
-    if options.command in ALONE:  # their temporary folders go as after Ctrl-C
+    if processes == 1:  # temporary folders go as after Ctrl-C
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         COMMANDS[options.command](options)

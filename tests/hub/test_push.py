@@ -277,18 +277,28 @@ def test_failed_pushes_cost_nothing_of_the_training(hub, client, tmp_path, run_s
     assert "model.safetensors" in hub.files("alice/bumpy")
 
 
+@pytest.mark.parametrize("command", ["push", "train"])
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"]
 )
-def test_an_interrupted_push_leaves_no_copy(hub, pushed, tmp_path, monkeypatch, number, status):
+def test_an_interrupted_push_leaves_no_copy(
+    hub, pushed, tmp_path, monkeypatch, number, status, command
+):
     def interrupt(method, target):
         if "/preupload/" in target:
             process.send_signal(number)
 
     monkeypatch.setattr(hub, "next_fault", interrupt)
     environment = hub.environment(tmp_path / "home") | {"TMPDIR": str(tmp_path)}
-    words = ["push", pushed, "--repo-id", "alice/interrupted", "--license", "mit"]
-    command = [sys.executable, "-m", "harmonic_sft", *words]
+    words = {
+        "push": [pushed, "--repo-id", "alice/interrupted", "--license", "mit"],
+        "train": [
+            pushed / "run.yaml",
+            "resume=true",
+            "hub={push: true, repo_id: alice/interrupted}",
+        ],
+    }
+    command = [sys.executable, "-m", "harmonic_sft", command, *words[command]]
     # A child of a shell in the background would have Ctrl-C ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
