@@ -178,8 +178,11 @@ def check_completed(trained: TrainedFolder, staged: Path) -> None:
     except (OSError, ValueError) as error:
         reason = str(error).replace(str(staged), "--form head").rstrip(".")
         raise PushError(without_secrets(f"{reason}.")) from None
-    for name, saved in read_tensors(trained.path, (BACKBONE,)):
-        if not torch.equal(completed.get(name, saved).to(saved.dtype), saved):
+    state = dict(read_tensors(trained.path, (BACKBONE,)))
+    if not state.keys() <= completed.keys():
+        state = _state_of_model(trained)
+    for name, saved in state.items():
+        if not torch.equal(completed[name].to(saved.dtype), saved):
             raise ValueError(
                 f"--form head: expected what was not trained to be that of "
                 f"{trained.config.base_model}, got another {name}, which was changed before the "
@@ -300,10 +303,14 @@ def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:
     found = dict(read_tensors(trained.path, tuple(names)))
     if names <= found.keys():
         return {name: found[name] for name in names}
-    # Of experts, transformers saves one by one what a model has in one piece.
-    model = HarmonicModel.from_pretrained(trained.path, dtype="auto")
-    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    state = _state_of_model(trained)
     return {name: state[name].contiguous() for name in names}
+
+
+def _state_of_model(trained: TrainedFolder) -> dict[str, Tensor]:
+    """Return the backbone's weights by a model's names; experts are saved one by one."""
+    model = HarmonicModel.from_pretrained(trained.path, dtype="auto")
+    return {f"model.{name}": value for name, value in model.state_dict().items()}
 
 
 def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> None:

@@ -16,7 +16,7 @@ from transformers import (
 
 from harmonic_sft.hub import Destination, read_trained, stage
 from harmonic_sft.hub.linear_export import export_linear
-from harmonic_sft.hub.staging import check_form
+from harmonic_sft.hub.staging import check_completed, check_form
 from harmonic_sft.models import BLOCKS_FILE, HarmonicForCausalLM
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.head_swap import measure_swap
@@ -241,7 +241,9 @@ def test_a_head_with_a_bias_has_no_ordinary_place(causal_base, tmp_path, exporte
     assert not (tmp_path / "plain").exists()
 
 
-def test_experts_are_resumed_to_the_bit(tmp_path, arguments, make, texts):
+def test_experts_are_resumed_and_published_to_the_bit(
+    tmp_path, arguments, make, texts, monkeypatch
+):
     """transformers saves them under names that its trainer does not know."""
     experts = {"moe_intermediate_size": 12, "num_experts": 4, "num_experts_per_tok": 2}
     config = Qwen3MoeConfig(**{**SIZES, "vocab_size": 600}, **experts)
@@ -272,3 +274,10 @@ def test_experts_are_resumed_to_the_bit(tmp_path, arguments, make, texts):
     assert blocks.keys() == {n for n in published.config.trained_parameters if "dist_head" not in n}
     assert any("experts" in name for name in blocks)
     assert all(torch.equal(value, state[name]) for name, value in blocks.items())
+    frozen = next(name for name in state if "experts" in name and name not in blocks)
+    completed = {name: value for name, value in state.items() if name.startswith("model.")}
+    monkeypatch.setattr("harmonic_sft.hub.staging.complete_state_dict", lambda *_: completed)
+    check_completed(published, tmp_path / "head")
+    completed[frozen] = completed[frozen] + 1
+    with pytest.raises(ValueError, match=f"got another {frozen}, which was changed before"):
+        check_completed(published, tmp_path / "head")
