@@ -41,11 +41,12 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count the storages of its results."""
+        """Run an operation and count the storages of its results, but those of its arguments."""
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage())
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self._count(storage)
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -61,6 +62,10 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self._live -= size
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadModel:

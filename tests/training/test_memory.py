@@ -11,7 +11,9 @@ from tests.encoders import FAMILIES, save_encoder
 
 
 def test_live_bytes_count_what_is_alive():
+    older = torch.zeros(1000)
     with LiveBytes() as live:
+        older.t().add_(1)  # nothing new
         first = torch.zeros(1000)
         second = first + 1
         view = second[:10]
