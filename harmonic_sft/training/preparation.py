@@ -106,7 +106,7 @@ class Preparation:
         self._peft = as_peft_config(peft_config)
         self._format = formatting_func
         self._given_tokenizer = tokenizer
-        self._makes_rows = collator is None
+        self.makes_rows = collator is None
         self.collator = collator
         self._labels: list[str] | None = None  # of a classifier
         if isinstance(model, str):
@@ -226,9 +226,6 @@ class Preparation:
         if isinstance(data, MaskedRows) and data.fixed_epoch is None:
             # Those of the training: a pass over them would move the epoch, and the masks, of these.
             return MaskedRows(data.rows, data.masker, packs=data.packs, fixed_epoch=EVAL_EPOCH)
-        # A string is transformers' way to name one of several.
-        if isinstance(data, str):
-            return data
         if not self._is_raw(data, EVAL_NAME):
             # Several processes would score rows again that fill up a last batch of unknown size.
             is_stream = isinstance(data, IterableDataset | datasets.IterableDataset)
@@ -267,7 +264,7 @@ class Preparation:
 
     def _is_raw(self, data: Any, name: str) -> bool:
         """Whether rows are made of a data set; refuse what then has no columns."""
-        if not self._makes_rows:
+        if not self.makes_rows:
             return False
         if isinstance(data, datasets.Dataset | datasets.IterableDataset):
             return True

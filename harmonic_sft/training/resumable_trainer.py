@@ -107,6 +107,7 @@ class ResumableTrainer(Trainer):
         with changed(args, enable_jit_checkpoint=False):  # ours takes the signal
             super().__init__(args=args, train_dataset=train_dataset, callbacks=callbacks, **kwargs)
         self._made_with = args.to_dict()  # rows and model: `train` compares
+        self._made_rows = train_dataset if preparation.makes_rows else None
         folder = Path(str(args.output_dir))
         self._found_empty = folder if is_empty(folder) else None
         self.claimed: Path | None = None  # the output folder that is this run's
@@ -176,6 +177,11 @@ class ResumableTrainer(Trainer):
         checkpoint = find_checkpoint(resume_from_checkpoint, folder)
         if checkpoint is not None:
             check_settings(checkpoint, self.run_config)
+        if self._preparation.makes_rows and self.train_dataset is not self._made_rows:
+            raise ValueError(
+                "train_dataset: expected the one that the trainer was made with, got another, of "
+                "which no rows were made. Make another trainer"
+            )
         if trial is None:
             if self.model_init is not None:  # a search has changed the arguments
                 self.run_config = self._preparation.configure_trial()

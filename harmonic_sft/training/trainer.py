@@ -294,7 +294,9 @@ class HarmonicTrainer(ResumableTrainer):
         return self._termination.keep_workers_(loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Return batches to evaluate on; text is tokenized and masked."""
+        """Return batches to evaluate on, also of one by name; text is tokenized and masked."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = cast(dict, self.eval_dataset)[eval_dataset]
         return super().get_eval_dataloader(self._preparation.eval_rows(eval_dataset))
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:

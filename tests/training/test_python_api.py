@@ -75,6 +75,20 @@ def test_nothing_is_held_out_and_evaluation_is_asked_for(texts, make):
     assert found == {**trainer.evaluate(texts.select(range(10))), **times}
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_data_set_that_is_assigned_later_is_refused_to_train_on(texts, make, is_stream):
+    trainer = make(train_dataset=texts.to_iterable_dataset()) if is_stream else make()
+    trainer.train_dataset = texts.select(range(5))
+    with pytest.raises(ValueError, match="train_dataset: expected the one that the trainer was"):
+        trainer.train()
+
+
+def test_data_sets_that_are_assigned_later_are_evaluated_on(texts, make):
+    trainer, some = make(), texts.select(range(10))
+    trainer.eval_dataset = {"some": some}
+    assert trainer.evaluate()["eval_some_loss"] == trainer.evaluate(some)["eval_loss"]
+
+
 def test_what_is_not_trained_on_is_read_to_its_last_row(texts, arguments, make):
     trainer = make(arguments(dataloader_drop_last=True, per_device_eval_batch_size=4))
     assert len(trainer.get_train_dataloader()) == len(trainer.train_dataset) // 8
