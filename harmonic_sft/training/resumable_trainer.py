@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import shutil
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -201,6 +202,9 @@ class ResumableTrainer(Trainer):
         except StoppedError as error:
             if trial is None or self.hp_search_backend != HPSearchBackend.OPTUNA:
                 raise
+            if self.args.process_index > 0:  # the first one alone tells the search of it
+                self.objective = math.nan
+                return TrainOutput(self.state.global_step, math.nan, {})
             import optuna
 
             raise optuna.TrialPruned(str(error)) from error  # the others are to go on

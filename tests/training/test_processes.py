@@ -54,7 +54,10 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
 
 
 def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file, launch):
-    """After an evaluation of the logits, on the user's rows, on numbers, with the user's loss."""
+    """After an evaluation of the logits, on the user's rows, on numbers, with the user's loss.
+
+    A search goes on after a trial that diverges.
+    """
     one = python_session.train(tiny_base, text_file, tmp_path / "one")
     folder = tmp_path / "two"
     folder.mkdir()
@@ -66,6 +69,7 @@ def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file, launc
         for key in ("losses", "evaluated", "training_loss"):
             assert two[name][key] == pytest.approx(expected[key], rel=1e-5), (name, key)
             assert two[name][key] == other[name][key], (name, key)
+    assert (two["best"], other["best"]) == ({"learning_rate": 1e-3}, None)
 
 
 @pytest.mark.slow
