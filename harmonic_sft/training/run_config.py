@@ -602,7 +602,8 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
             f"training.optim: expected another one, got {optim!r}, whose averages of the "
             "prototypes are not of norm 1"
         )
-    if run.model.unfreeze.dtype == "bfloat16" and not optim.startswith("adamw_torch"):
+    is_adamw = optim in ("adamw_torch", "adamw_torch_fused")
+    if run.model.unfreeze.dtype == "bfloat16" and not is_adamw:
         raise ValueError(
             f"training.optim: expected adamw_torch for bfloat16 weights, got {optim!r}. "
             "Or set model.unfreeze.dtype: float32"

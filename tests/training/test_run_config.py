@@ -228,12 +228,15 @@ REFUSED = [
     (["training.seed=-1"], "training.seed: expected 0 to 4294967295, got -1"),
     (["training.max_steps=0"], "training.max_steps: expected a number above 0, or -1"),
     (["training.max_grad_norm=-1"], "training.max_grad_norm: expected 0 or more, got -1"),
-    (
-        [
-            "model={base: x, dtype: bfloat16, unfreeze: {last_blocks: 1, dtype: bfloat16}}",
-            "training.optim=adafactor",
-        ],
-        "training.optim: expected adamw_torch for bfloat16 weights, got 'adafactor'",
+    *(
+        (
+            [
+                "model={base: x, dtype: bfloat16, unfreeze: {last_blocks: 1, dtype: bfloat16}}",
+                f"training.optim={optim}",
+            ],
+            f"training.optim: expected adamw_torch for bfloat16 weights, got '{optim}'",
+        )
+        for optim in ("adafactor", "adamw_torch_8bit")  # the latter has states of 8 bits
     ),
 ]
 
