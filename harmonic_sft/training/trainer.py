@@ -193,18 +193,21 @@ class HarmonicTrainer(ResumableTrainer):
         return super().train_from(checkpoint, trial, ignore_keys_for_eval)
 
     def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
-        """See `ResumableTrainer.load_finished`; the exponent ends where annealing ends."""
-        if self._head_callback.h_exp is not None:
-            self.model.h_exp = self._head_callback.h_exp.end
+        """See `ResumableTrainer.load_finished`."""
+        self._load_exponent(checkpoint)
         super().load_finished(checkpoint, state)
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint's exponent with its weights: they belong together."""
+        """See `ResumableTrainer._load_best_model`."""
         super()._load_best_model()
+        self._load_exponent(self.state.best_model_checkpoint)
+
+    def _load_exponent(self, checkpoint: Any) -> None:
+        """Load a checkpoint's exponent with its weights: they belong together."""
         if self._head_callback.h_exp is not None:
-            best = HarmonicConfig.from_pretrained(str(self.state.best_model_checkpoint))
-            assert best.h_exp is not None, "it is annealed"
-            self.model.h_exp = best.h_exp
+            saved = HarmonicConfig.from_pretrained(str(checkpoint))
+            assert saved.h_exp is not None, "it is annealed"
+            self.model.h_exp = saved.h_exp
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """Wrap the model for all processes, also after an evaluation.

@@ -545,6 +545,15 @@ def test_a_finished_run_is_not_trained_further(arguments, make, caplog):
         assert f"Finished: nothing is left to train after {last}." in caplog.messages
 
 
+def test_a_checkpoint_after_which_nothing_is_left_keeps_its_exponent(arguments, make):
+    """Of a longer run, whose exponent had not come to its end."""
+    whole = make(arguments("long", **SAVING, max_steps=4))
+    whole.train()
+    short = make(arguments("short", **SAVING, max_steps=2))
+    short.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-2")
+    assert (whole.model.h_exp, short.model.h_exp) == (-4.0, -8.0)
+
+
 def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, arguments, make):
     trainer = make(arguments(gradient_checkpointing=True), eval_dataset=texts.select(range(20)))
     found = []
