@@ -18,7 +18,7 @@ from harmonic_sft.data.batches import EpochSampler, MaskedRows
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.models import HarmonicHeadModel, scored_positions
-from harmonic_sft.training.checkpoints import rows_per_step
+from harmonic_sft.training.checkpoints import rows_at_once, rows_per_step
 from harmonic_sft.training.stream_place import StreamPlace
 
 BAD_STEP = "bad_step_{}_{}.json"  # of a step and a process
@@ -123,11 +123,11 @@ def examples_of_step(
     Returns:
         Of each row its `row` in the table, its `source` and its `document`.
     """
-    size = rows_per_step(args)
+    size, at_once = rows_per_step(args), rows_at_once(args)
     rounded = math.floor if args.dataloader_drop_last else math.ceil
-    num_batches = rounded(len(rows) / (args.per_device_train_batch_size * args.world_size))
-    start = step % math.ceil(num_batches / args.gradient_accumulation_steps) * size
-    items = islice(EpochSampler(rows, seed=args.seed), start, start + size)
+    num_read = rounded(len(rows) / at_once) * at_once  # in an epoch
+    start = step % math.ceil(num_read / size) * size
+    items = islice(EpochSampler(rows, seed=args.seed), start, min(start + size, num_read))
     members = [m for item in items for m in ([item] if rows.packs is None else rows.packs[item])]
     sources, documents = document_names(rows.rows)
     return [

@@ -2,15 +2,20 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from datasets import Dataset
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import BatchSampler
 
+from harmonic_sft.data.batches import EpochSampler, MaskedRows
+from harmonic_sft.data.masking import NextTokenLabels
 from harmonic_sft.training.batches import (
     CountingCollator,
+    examples_of_step,
     head_inputs,
     last_batch_rows,
     take_out_repeated_,
@@ -137,3 +142,13 @@ def test_rows_of_the_last_batch_of_all_processes_are_counted(num_rows, drop_last
     loader = SimpleNamespace(batch_sampler=BatchSamplerShard(sampler, 2, 0))
     assert last_batch_rows(loader, args) == expected
     assert last_batch_rows(SimpleNamespace(batch_sampler=sampler), args) == 0  # one process
+
+
+def test_a_bad_step_names_no_row_that_an_epoch_leaves_out():
+    names = {"source": [0] * 10, "document": list(range(10)), "chunk": [0] * 10}
+    table = Dataset.from_dict({"input_ids": [[1]] * 10, **names})
+    rows = MaskedRows(table, NextTokenLabels(seed=0, special_tokens=np.zeros(2, dtype=bool)))
+    sizes = {"per_device_train_batch_size": 4, "world_size": 1, "gradient_accumulation_steps": 3}
+    args = SimpleNamespace(seed=0, dataloader_drop_last=True, **sizes)
+    read = list(EpochSampler(rows, seed=0))[:8]
+    assert [named["row"] for named in examples_of_step(rows, args, step=1)] == read
