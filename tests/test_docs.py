@@ -1,6 +1,7 @@
 """README and the guides: short enough, links that resolve, commands that parse."""
 
 import argparse
+import json
 import re
 import shlex
 from pathlib import Path
@@ -21,6 +22,13 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", *EXPERIMENTS, SKILL, *DOCS]
 MAX_WORDS = 1500
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ANY = re.compile(r"\b(EXPERIMENT|NAME)\b")  # a command that stands for several
+DEMO = {  # how a row of the demo's table begins, and what it shows
+    "base: linear head": ("demo_base", "final"),
+    "head replaced by": ("demo", "before"),
+    "NeoBERT recipe": ("demo", "final"),
+    "h_exp held": ("demo_constant", "final"),
+    "the base's linear head": ("demo_linear", "final"),
+}
 
 
 def name(path: Path) -> str:
@@ -96,6 +104,38 @@ def test_every_results_file_and_picture_is_on_a_page():
         assert path.suffix in (".md", ".py") or re.search(rf"\b{stem}\.(json|png)", text), name(
             path
         )
+
+
+def cells(page: Path, start: str) -> list[str]:
+    """Cells of the first table row that begins with a text, without bold type."""
+    lines = page.read_text().replace("*", "").splitlines()
+    row = next(line for line in lines if line.startswith(f"| {start}"))
+    return [cell.strip() for cell in row.split("|")[2:-1]]
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "results.md"], ids=name)
+def test_the_table_of_the_demo_shows_what_was_measured(page):
+    results = json.loads((ROOT / "docs" / "demo_results.json").read_text())
+    for start, (run, when) in DEMO.items():
+        found = results[run][when]
+        loss, accuracy, best = found["loss"], 100 * found["accuracy"], found["post_hoc_loss"]
+        *shown, h_exp, fitted = cells(page, start)
+        assert shown == [f"{loss:.2f}", f"{accuracy:.1f}", f"{found['error_cosine']:.3f}"]
+        assert h_exp == (f"{found['h_exp']:g}" if "h_exp" in found else "")
+        at = f" at {found['post_hoc_h_exp']:.1f}" if "h_exp" in found else ""
+        assert fitted == f"{best:.2f}{at}"
+
+
+@pytest.mark.parametrize("family", ["family_clean", "causal_family"])
+def test_the_table_of_a_family_shows_what_was_measured(family):
+    columns = {"loss": 3, "post_hoc_loss": 3, "accuracy": 1, "post_hoc_ece": 1, "error_cosine": 3}
+    for row in json.loads((ROOT / "docs" / f"{family}.json").read_text())["rows"]:
+        expected = []
+        for key, digits in columns.items():
+            found, scale = row["metrics"][key], 100 if digits == 1 else 1  # %
+            mean, half_width = scale * found["mean"], scale * found["half_width"]
+            expected.append(f"{mean:.{digits}f} \u00b1 {half_width:.{digits}f}")
+        assert cells(ROOT / "experiments" / "README.md", f"`{row['name']}`")[:5] == expected
 
 
 def test_every_guide_is_in_the_table_of_contents():
