@@ -138,6 +138,18 @@ def test_the_table_of_a_family_shows_what_was_measured(family):
         assert cells(ROOT / "experiments" / "README.md", f"`{row['name']}`")[:5] == expected
 
 
+@pytest.mark.parametrize("figure", ["2", "4", "6", "7", "10", "12"])
+def test_every_cell_of_the_papers_figures_is_on_their_page(figure):
+    text = (ROOT / "docs" / "harmonic_loss.md").read_text()
+    path = ROOT / "docs" / "harmonic_loss" / f"figure_{figure}.json"
+    for row in json.loads(path.read_text())["rows"]:
+        mean, half_width = row["mean_percent"], row["interval_percent"]
+        least, most = min(row["variance_percent"]), max(row["variance_percent"])
+        assert f"{mean:.1f} \u00b1 {half_width:.1f}; {least:.0f} to {most:.0f} |" in text, row[
+            "name"
+        ]
+
+
 def test_every_guide_is_in_the_table_of_contents():
     contents = (ROOT / "docs" / "README.md").read_text()
     for page in DOCS:
