@@ -99,7 +99,7 @@ def score_kernel(prototypes, placed, inverse, columns, eps, out, shape):
     pair = tl.program_id(0)
     dims = tl.arange(0, shape.block)
     column = tl.load(columns + pair)
-    inside = (dims < shape.width) & (column >= 0)
+    inside = dims < tl.where(column >= 0, shape.width, 0)
     row = (pair // shape.num_pairs).to(tl.int64)
     state = tl.load(placed + row * shape.width + dims, mask=inside, other=0.0)
     vector = _load_prototype(prototypes, tl.maximum(column, 0), dims, inside)
@@ -126,7 +126,7 @@ def pull_kernel(prototypes, pairs, inverse, total, out, shape):
     for slot in range(shape.num_pairs):
         pair = row * shape.num_pairs + slot
         column = tl.load(pairs.columns + pair)
-        there = inside & (column >= 0)
+        there = dims < tl.where(column >= 0, shape.width, 0)
         vector = _load_prototype(prototypes, tl.maximum(column, 0), dims, there)
         if not shape.linear:
             vector -= state
