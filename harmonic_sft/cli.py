@@ -1,6 +1,7 @@
 """What the commands of `harmonic-sft` do; each imports what it needs when it runs."""
 
 import argparse
+import atexit
 import errno
 import gc
 import logging
@@ -43,8 +44,10 @@ def run_command(options: argparse.Namespace) -> int:
         The exit status: 0, or 1 after an error that was printed in one line, or with --debug as
         a traceback.
     """
-    if not gc.get_freeze_count():
+    if gc.get_freeze_count() < 1000:  # Python 3.12 starts with some hundred
         gc.freeze()  # what is imported, which the collector would search again and again
+        if "triton" in sys.modules:
+            atexit.register(gc.unfreeze)  # or triton 3.9 prints a page about leaks at the end
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     rank = os.environ.get("RANK", "0")
     logging.getLogger("harmonic_sft").setLevel(logging.INFO if rank == "0" else logging.WARNING)
