@@ -171,7 +171,7 @@ def tiny_base(shared):
 def save_tiny_base(folder: Path) -> None:
     vocab = folder / "vocab.txt"
     vocab.write_text("\n".join(SPECIAL + WORDS) + "\n")
-    BertTokenizer(vocab=str(vocab)).save_pretrained(folder)
+    BertTokenizer(vocab={word: i for i, word in enumerate(SPECIAL + WORDS)}).save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(SPECIAL + WORDS),

@@ -129,9 +129,8 @@ def small(config: Path, base: Path) -> str:
 
 def add_repos(hub: HubServer, root: Path) -> None:
     """Put tiny models under the names that stand on the pages."""
-    words = root / "words.txt"
-    words.write_text("\n".join([*SPECIAL, *WORDS[:-2], "capital", "the"]))  # of the pages
-    tokenizer = BertTokenizer(vocab=str(words))
+    words = [*SPECIAL, *WORDS[:-2], "capital", "the"]  # of the pages
+    tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(words)})
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2}
     modern = ModernBertConfig(
