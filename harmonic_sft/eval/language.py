@@ -122,12 +122,14 @@ def pseudo_log_likelihood(
         raise ValueError(f"sentence: expected at least one token, got {sentence!r}")
     if model.is_causal and added[0] == 0:
         start = first_token(tokenizer)
-        numbers = numbers if start is None else [start, *numbers]
+        if start is not None:
+            numbers, added = [start, *numbers], [1, *added]
     check_length(model, len(numbers))
     ids = torch.tensor(numbers, device=model.device)  # [T]
     if model.is_causal:
         logits = model(input_ids=ids[None]).logits[0, :-1]
-        return -float(F.cross_entropy(logits.float(), ids[1:], reduction="sum"))
+        losses = F.cross_entropy(logits.float(), ids[1:], reduction="none")
+        return -float(losses[torch.tensor(added[1:]) == 0].sum())
     places = [place for place, is_added in enumerate(added) if not is_added]
     total = 0.0
     for start in range(0, len(places), batch_size):
