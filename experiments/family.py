@@ -96,8 +96,8 @@ def main(name: str, arguments: Sequence[str]) -> None:
         overrides=options.overrides,
         ratings=ratings,
     )
-    show_family(name, results)
     keep(name, results, options.output)
+    show_family(name, results)
     if failed := [row["name"] for row in results["rows"] if row["errors"]]:
         raise ValueError(f"{name}: expected every run to finish, got errors in {failed}")
 

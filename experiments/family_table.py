@@ -165,7 +165,7 @@ def _cells(row: Row, rated: str | None, num_seeds: int, width: int) -> list[str 
         show_spread(metrics.get(key), scale=100, digits=1)
         for key in ("accuracy", "ece", "post_hoc_ece")
     ]
-    cells.append(show_spread(metrics["error_cosine"], digits=3))
+    cells.append(show_spread(metrics.get("error_cosine"), digits=3))
     if rated:
         similarity = row["word_similarity"].get(rated, {})
         kinds = ("spearman_cosine", "spearman_l2")

@@ -68,6 +68,7 @@ def test_without_a_linear_head_nothing_is_compared(rows):
 
 
 def test_the_table_of_differences_is_printed(rows, capsys):
+    del rows[2]["metrics"]["error_cosine"]  # one of its runs is never wrong
     name = add_differences(rows, "MEN")
     results = {"seeds": [1, 2, 3], "rated": "MEN", "rows": rows}
     show_family("x", {**results, "compared_with": name})
