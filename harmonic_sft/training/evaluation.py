@@ -151,6 +151,8 @@ def evaluate_suite(
         )
     if sets is not None and not sets.is_dir():
         raise ValueError(f"--data: expected a folder with evaluation sets, got {str(sets)!r}")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"--against: expected every folder once, got {[*map(str, folders)]}")
     for folder in folders[1:]:  # before the first one takes its minutes
         _harmonic_config(folder, "--against")
     first = _open(folders[0], overrides)

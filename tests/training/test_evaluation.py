@@ -315,6 +315,8 @@ def test_what_the_suite_cannot_compare_is_refused(run_copy, tmp_path, caplog, mo
         patch.setattr(evaluation, "_open", None)  # nothing is measured before
         with pytest.raises(ValueError, match="--against: expected a folder with a trained model"):
             evaluate_suite([run_copy, tmp_path / "nothing"], [CPU])
+        with pytest.raises(ValueError, match="--against: expected every folder once, got"):
+            evaluate_suite([run_copy, other, tmp_path / "x" / ".." / "other"], [CPU])
     with pytest.raises(ValueError, match="--data: expected a folder with evaluation sets"):
         evaluate_suite([run_copy], [CPU], sets=tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"expected a folder with a config\.json, got 'runs/none'"):
