@@ -44,7 +44,6 @@ COMPARED = {  # title, factor and digits
     "loss": ("loss, nats", 1, 3),
     "post_hoc_loss": ("best loss, nats", 1, 3),
     "accuracy": ("accuracy, %", 100, 2),
-    "error_cosine": ("error cosine", 1, 3),
     "post_hoc_ece": ("best ECE, %", 100, 2),
     "post_hoc_brier": ("best Brier score", 1, 3),
 }
@@ -54,9 +53,9 @@ DIFFERENCE_NOTE = (
     "Mean ± half of the 95 % t interval over paired seeds; p is corrected over the table by Holm; "
     f"with fewer than {MIN_SEEDS} seeds a difference is undecided. "
 )
-ONE_SEED = (
-    "Which run is better is undecided, since they share no two seeds: give runs that differ only "
-    f"in training.seed, each with the same {MIN_SEEDS} seeds or more. "
+UNPAIRED = (
+    "%s and %s: undecided, since they share no two seeds: give runs that differ only in "
+    f"training.seed, each with the same {MIN_SEEDS} seeds or more."
 )
 SHOWN = {  # of a table: heading, factor and format
     "loss": ("loss, nats", 1, ".2f"),
@@ -201,13 +200,13 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
         if run.get("environment", {}).get("dirty"):
             logger.info("%s: dirty, its code differs from its commit.", run["run"])
     if figure is not None:
-        draw(plot_comparison, list(runs), figure)
+        logger.info("Figure: %s", plot_comparison(list(runs), figure))
 
 
 def _check_same_data(runs: Sequence[dict[str, Any]]) -> None:
     found = [(run["run"], run.get("data", {}).get("eval_sha256")) for run in runs]
     first, expected = found[0]
-    others = [name for name, value in found if value != expected]
+    others = [name for name, value in found[1:] if value is None or value != expected]
     if others:
         raise ValueError(
             f"compare: expected runs with the held-out data of {first}, got others in "
@@ -244,8 +243,11 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
     for name in others:
         seeds = [seed for seed in arms[name] if seed in arms[reference]]
         pairs = [(arms[name][seed]["final"], arms[reference][seed]["final"]) for seed in seeds]
+        if len(pairs) < 2:
+            logger.info(UNPAIRED, name, reference)
+            continue
         for key, (title, scale, digits) in COMPARED.items():
-            if len(pairs) > 1 and all(key in metrics for pair in pairs for metrics in pair):
+            if all(key in metrics for pair in pairs for metrics in pair):
                 values = [one[key] - other[key] for one, other in pairs]
                 found.append((name, title, t_interval(values), scale, digits))
     corrected = holm([difference["p"] for _, _, difference, _, _ in found])
@@ -267,7 +269,7 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
     documents = first.get("documents")
     logger.info(
         "%sOn %s %s%s.",
-        DIFFERENCE_NOTE if rows else ONE_SEED,
+        DIFFERENCE_NOTE if rows else "",
         f"{first.get('tokens', 0):,.0f}",
         PREDICTED[task],
         "" if documents is None else f" of {documents:,} documents",

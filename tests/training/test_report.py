@@ -73,6 +73,9 @@ def test_runs_with_other_held_out_data_are_refused(capsys):
     message = "expected runs with the held-out data of run0, got others in run1, run2. "
     with pytest.raises(ValueError, match=message):
         compare_runs([run("run0", "a"), run("run1", "b"), run("run2", None)], None)
+    with pytest.raises(ValueError, match=r"got others in run1\. Their losses cannot"):
+        compare_runs([run("run0", None), run("run1", None)], None)
+    compare_runs([run("run0", None)], None)
 
 
 def seeds_of(name, end, losses):
@@ -96,6 +99,7 @@ def test_arms_are_compared_over_their_seeds(capsys, caplog):
     # t of 4 degrees of freedom is 2.776; differences .31 .30 .32 .30 .32.
     assert "other0 loss, nats 0.310 \u00b1 0.012 5 0.000 higher" in differences
     assert any("accuracy, %" in line and line.endswith("undecided") for line in differences)
+    assert not any("cosine" in line for line in differences)  # every run has embeddings of its own
     assert "On 500 masked tokens of 20 documents." in caplog.text
 
 
@@ -140,6 +144,19 @@ def test_runs_that_share_no_two_seeds_are_undecided(seeds, capsys, caplog):
     compare_runs([*(base[n] for n in seeds[0]), *(other[n] for n in seeds[1])], None)
     assert "Difference" not in capsys.readouterr().out
     assert "undecided, since they share no two seeds: give runs" in caplog.text
+
+
+def test_an_arm_without_two_shared_seeds_is_named_beside_the_others(capsys, caplog):
+    arms = [seeds_of(*arm) for arm in (("a", -12.0, [4, 5]), ("b", -4.0, [4, 6]), ("c", -8.0, [4]))]
+    compare_runs([one for arm in arms for one in arm], None)
+    assert "b0 loss, nats 0.500" in " ".join(capsys.readouterr().out.split())
+    assert "c0 and a0: undecided, since they share no two seeds" in caplog.text
+
+
+def test_a_figure_that_cannot_be_drawn_is_an_error(tmp_path, capsys):
+    write_results(tmp_path / "run" / "results", "train", run("run", "a"))
+    assert main(["compare", str(tmp_path / "run"), "--figure", str(tmp_path / "x.foo")]) == 1
+    assert "Format 'foo' is not supported" in capsys.readouterr().err
 
 
 def test_documents_without_a_scored_token_are_not_scored(caplog):
