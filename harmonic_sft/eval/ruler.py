@@ -69,7 +69,7 @@ def judge(ruler: Ruler, head: Head, states: tuple[Tensor, Tensor], scores: Token
     vectors, expected, wrong = ruler.vectors.to(hidden_states.device), [], []
     for some, targets in zip(hidden_states.split(256), labels.split(256), strict=True):
         logits = head(some).float()  # [m, V]
-        expected.append(logits.softmax(-1) @ vectors)
+        expected.append(logits.softmax(-1) @ vectors[: logits.shape[-1]])
         wrong.append(logits.argmax(-1) != targets)
     return Judged(
         scores,
@@ -85,7 +85,7 @@ def semantic_errors(
     """Compare models on the tokens that all of them get wrong and whose label is a word.
 
     Args:
-        ruler: Of their vocabulary.
+        ruler: Of their vocabulary; models may have further classes, which are no tokens.
         judged: One for each model, of the same tokens.
         documents: `[N]`, of every scored token.
 

@@ -153,12 +153,12 @@ def evaluate_suite(
         raise ValueError(f"--data: expected a folder with evaluation sets, got {str(sets)!r}")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"--against: expected every folder once, got {[*map(str, folders)]}")
-    for folder in folders[1:]:  # before the first one takes its minutes
-        _harmonic_config(folder, "--against")
+    # Before the first one takes its minutes.
+    others = [_harmonic_config(folder, "--against")[0] for folder in folders[1:]]
     first = _open(folders[0], overrides)
     _check_output("--html", html, first.data_config)
     names = names_of(folders)
-    table, judged = None if ruler is None else _read_ruler(ruler, first), []
+    table, judged = None if ruler is None else _read_ruler(ruler, first, others), []
     problems, measured, losses, figures = {}, [], [], {}
     for name, folder in zip(names, folders, strict=True):
         found = first if folder == folders[0] else _like(first, folder)
@@ -367,11 +367,12 @@ def _check_output(option: str, path: Path | None, config: DataConfig) -> None:
                 )
 
 
-def _read_ruler(name: str, opened: Opened) -> Ruler:
-    """Read the vocabulary of a language model with a sentence encoder."""
+def _read_ruler(name: str, opened: Opened, others: Sequence[PreTrainedConfig]) -> Ruler:
+    """Read the largest vocabulary of some language models with a sentence encoder."""
     if opened.task not in LANGUAGE_MODELS:
         raise ValueError(f"--ruler: expected language models to judge, got {opened.task}")
-    count = len(opened.model.dist_head.weight)
+    configs = [opened.model.config, *others]
+    count = max(config.get_text_config().vocab_size for config in configs)
     logger.info("Reading %s tokens with %s.", f"{count:,}", name)
     return read_ruler(locate_base(name), opened.tokenizer, count)
 

@@ -229,6 +229,25 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(run_copy, sets, 
     assert "not measured: needs probing/sst2_train.tsv" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_ruler_judges_models_whose_vocabularies_are_padded_otherwise(run_copy, tmp_path):
+    other = shutil.copytree(run_copy, tmp_path / "other")
+    model = HarmonicForMaskedLM.from_pretrained(other)
+    model.resize_token_embeddings(len(model.dist_head.weight) + 3)
+    model.save_pretrained(other)
+    base = read_run(run_copy)["model"]["base"]
+    both = [
+        evaluate_suite(pair, [CPU], ruler=base) for pair in ([run_copy, other], [other, run_copy])
+    ]
+    title = "cosine of mean under the probabilities and label"
+    found = [
+        row["values"]
+        for results in both
+        for row in results["rows"]
+        if (row["group"], row.get("metric")) == ("semantic errors", title)
+    ]
+    assert found[0] == pytest.approx(found[1][::-1], rel=1e-5)
+
+
 def test_batches_do_not_change_what_the_suite_looks_at(run_copy, monkeypatch):
     monkeypatch.setattr(evaluation, "NUM_ROWS", 10)
     found = []
