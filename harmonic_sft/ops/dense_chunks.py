@@ -122,10 +122,10 @@ def _differentiate(
             if not loss.requires_grad:
                 continue
             total = loss.sum() if weights is None else (loss * weights[chunk]).sum()
-            gradients = list(torch.autograd.grad(total, wanted, allow_unused=True))
-        if needs[0] and (gradient := gradients.pop(0)) is not None:
-            hidden_gradient[chunk] = gradient
+            # An error if parameters are others by now, under FSDP or `torch.func.functional_call`.
+            gradients = list(torch.autograd.grad(total, wanted))
+        if needs[0]:
+            hidden_gradient[chunk] = gradients.pop(0)
         for sum_of, gradient in zip(totals, gradients, strict=True):
-            if gradient is not None:
-                sum_of.add_(gradient)
+            sum_of.add_(gradient)
     return torch.cat(losses), [hidden_gradient] * needs[0] + totals

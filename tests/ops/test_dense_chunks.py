@@ -1,5 +1,7 @@
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from harmonic_sft.models import LinearHead
@@ -104,6 +106,17 @@ def test_a_second_derivative_is_refused_not_wrong(uniform):
     loss = losses.sum() if uniform else (losses * weights).sum()
     with pytest.raises(RuntimeError, match="expected one derivative, got create_graph=True"):
         torch.autograd.grad(loss, states, create_graph=True)
+
+
+def test_weighted_losses_of_parameters_that_are_gone_are_refused_not_wrong():
+    head, states, labels = problem()
+    call = nn.Module()
+    call.head, call.forward = head, lambda: by_chunks(nll, head, states, labels)
+    others = {f"head.{name}": p.detach().requires_grad_() for name, p in head.named_parameters()}
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        (functional_call(call, others, ()) * torch.arange(7)).sum().backward()
+    functional_call(call, others, ()).sum().backward()
+    assert others["head.weight"].grad.any()
 
 
 @pytest.mark.parametrize(
