@@ -66,6 +66,7 @@ FREE_KEYS = (
     "check_base",
     "training.dataloader_num_workers",
     "training.dataloader_prefetch_factor",
+    "training.per_device_eval_batch_size",
     "training.logging_",
     "training.report_to",
     "training.disable_tqdm",

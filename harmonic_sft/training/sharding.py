@@ -24,8 +24,17 @@ def shard_(model: HarmonicHeadModel, mesh: DeviceMesh, *, dtype: torch.dtype | N
             float32.
 
     Raises:
-        ValueError: The head shares its weight with embeddings that compute in 16 bits.
+        ValueError: The head shares its weight with embeddings that compute in 16 bits, or its loss
+            is made of plain logits.
     """
+    weight = model.dist_head.weight
+    with torch.no_grad():
+        lazy = model.dist_head.lazy_logits(weight.new_empty(1, weight.shape[1]))
+    if lazy is None:  # gathered for a method that returns nothing, it would get no gradient
+        raise ValueError(
+            "dist_head: expected a head of dot products, cosines or distances in shards, got "
+            f"{model.dist_head.settings()}, whose weighted losses would not train it"
+        )
     is_tied = model.config.tie_word_embeddings
     if is_tied and dtype is not None:
         raise ValueError(f"dtype: expected None for a tied head, which is float32, got {dtype}")

@@ -100,6 +100,12 @@ def test_a_tied_head_in_16_bits_is_refused(base):
         shard_(model, None, dtype=torch.bfloat16)
 
 
+def test_a_head_whose_weighted_losses_would_not_train_it_is_refused(base):
+    model = HarmonicForCausalLM.from_base(str(base), head={"name": "power"})
+    with pytest.raises(ValueError, match=r"expected a head of dot products, .*weighted losses"):
+        shard_(model, None)
+
+
 def test_accelerate_would_shard_every_block(base):
     """By the policy of configs/accelerate/fsdp2.yaml; the head then belongs to the rest."""
     model = HarmonicForCausalLM.from_base(str(base))
