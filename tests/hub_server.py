@@ -174,7 +174,8 @@ class Handler(BaseHTTPRequestHandler):
         if repo_id in self.server.repos:
             return self.reply({"error": "You already created this model repo", "url": url}, 409)
         files = {".gitattributes": GIT_ATTRIBUTES.encode()}
-        self.server.add_repo(repo_id, files, private=wanted.get("visibility") == "private")
+        private = wanted.get("visibility") == "private" or wanted.get("private")  # hub 1.5
+        self.server.add_repo(repo_id, files, private=bool(private))
         self.reply({"url": url, "name": repo_id})
 
     def preupload(self) -> None:

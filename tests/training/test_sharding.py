@@ -115,6 +115,7 @@ def test_accelerate_would_shard_every_block(base):
         auto_wrap_policy=settings["fsdp_auto_wrap_policy"],
         reshard_after_forward=settings["fsdp_reshard_after_forward"],
     )
+    plugin.set_auto_wrap_policy(model)  # as `prepare` does; accelerate 1.10 needs it
     policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
     found = [name for name, module in model.named_modules() if policy(module)]
     assert found == ["model.backbone.layers.0", "model.backbone.layers.1"]
