@@ -8,6 +8,8 @@ With p the softmax of a token's logits, t its target and q, c what the second lo
 - transport: own (p_j - t_j) + carried * p_j (c_j - sum_k p_k c_k), c_j = |e_j - e_label| ** 2.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import Geometry
 
 NOTHING = -1e4  # a logarithm whose exponential is 0
+LOG2_E = math.log2(math.e)  # on AMD, powers of 2 take a third of the time of `exp`
 
 
 class CrossEntropyStage:
@@ -175,8 +178,8 @@ class DistillationStage(CrossEntropyStage):
         if self.bias is not None:
             taught.add_(self.bias[tile].to(dtype))
         peaks = taught.amax(1).clamp_min(torch.finfo(dtype).min / 4)  # -inf rules a class out
-        weights = taught.sub_(peaks.unsqueeze(1)).exp()
-        logs = taught.clamp_min_(NOTHING)
+        logs = taught.sub_(peaks.unsqueeze(1)).clamp_min_(NOTHING)
+        weights = (logs * LOG2_E).exp2_()
         return weights, [peaks, weights.sum(1), torch.linalg.vecdot(weights, logs)]
 
     def log_share(self, chunk: Chunk, k: int | slice) -> Tensor:

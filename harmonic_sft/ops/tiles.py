@@ -10,7 +10,7 @@ from torch import Tensor
 from harmonic_sft.ops.arguments import Arguments
 from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import Geometry, GradientProducts
-from harmonic_sft.ops.stages import CrossEntropyStage
+from harmonic_sft.ops.stages import LOG2_E, CrossEntropyStage
 from harmonic_sft.ops.workers import Workers
 
 # Small tiles stay in the cache of a core; an accelerator wants large ones.
@@ -22,7 +22,6 @@ CPU_WIDTH, DEVICE_WIDTH = 768, 8192
 STEEP, LOWEST, SMALLEST = -16, -43.0, 2e-38
 NEAR_PER_TILE = 8  # near pairs of a row that a tile hands over, the closest ones
 NEAR_ON_DEVICE = 2  # the same where counting them would halt the device
-LOG2_E = math.log2(math.e)
 
 
 class TorchTiles:
@@ -213,8 +212,7 @@ class TorchTiles:
             logits = self._logits(scores, nearest, tile, log_scale)
             place = logits if kept is None or not geometry.linear else kept[0]
             powers = F.threshold(logits, LOWEST, -torch.inf) if self.is_steep else logits
-            # Sums of the logits need them beside their exponentials. On AMD, `exp` takes three
-            # times as long as powers of 2.
+            # Sums of the logits need them beside their exponentials.
             powers = torch.mul(powers, LOG2_E, out=None if self.sums_logits else place)
             probs = powers.exp2_()
         finite = second = None
