@@ -53,6 +53,7 @@ from harmonic_sft.data.sources import (
     GivenSource,
     check_column,
     load_documents,
+    most_streams,
     names_of_classes,
     readable_rows,
     shard_sizes,
@@ -214,7 +215,7 @@ def _streamed_data(
     seed: int,
 ) -> LoadedData:
     """Read the sources in as many logical streams as all of them have shards for."""
-    count = min(config.streams, *(documents.num_shards for documents, _ in opened))
+    count = min(config.streams, *(most_streams(documents) for documents, _ in opened))
     weights = [source.weight for source in config.sources if source.weight is not None]
     for documents, maker in opened:
         sizes = shard_sizes(documents)
@@ -229,7 +230,8 @@ def _streamed_data(
             )
     streams = [
         LogicalStream(
-            sources=[documents.shard(count, number) for documents, _ in opened],
+            # Even into one part datasets would split what is behind a skip in a concatenation.
+            sources=[one.shard(count, number) if count > 1 else one for one, _ in opened],
             number=number,
             weights=weights or None,
             make_rows=[maker for _, maker in opened],

@@ -39,6 +39,7 @@ from harmonic_sft.data.files import (
     PLACE,
     FileRows,
     Row,
+    Shard,
     file_kind,
     file_shards,
     file_version,
@@ -258,10 +259,30 @@ def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableData
     return documents.to_iterable_dataset(num_shards=max(1, min(MAX_TABLE_SHARDS, len(documents))))
 
 
+def stream_steps(documents: IterableDataset) -> list[Any]:
+    """Return what the datasets library makes a stream of, from the last step to the first ones."""
+    steps: list[Any] = [documents._ex_iterable]
+    for step in steps:  # the list grows by what each is made of
+        steps += getattr(step, "ex_iterables", [])
+        steps += [step.ex_iterable] if hasattr(step, "ex_iterable") else []
+    return steps
+
+
+def most_streams(documents: IterableDataset) -> int:
+    """Return into how many streams one can be split, which is not if it was made by skip or take.
+
+    datasets would skip or take some of the first documents of every part, so others than before.
+    """
+    names = {type(step).__name__ for step in stream_steps(documents)}
+    is_counted = not names.isdisjoint(("SkipExamplesIterable", "TakeExamplesIterable"))
+    return 1 if is_counted else documents.num_shards
+
+
 def shard_sizes(documents: IterableDataset) -> list[int]:
     """Return the sizes of the files or row groups of a stream, as far as they are known here."""
     shards = getattr(documents._ex_iterable, "kwargs", {}).get("shards", [])
-    known = [one for one in shards if one.num_rows or not is_url(one.file)]
+    ours = [one for one in shards if isinstance(one, Shard)]  # generators of users have such names
+    known = [one for one in ours if one.num_rows or not is_url(one.file)]
     return [one.num_rows or Path(one.file).stat().st_size for one in known] or [1]
 
 

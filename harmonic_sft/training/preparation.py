@@ -28,7 +28,7 @@ from harmonic_sft.data.batches import MaskedRows, PaddingCollator, collate_paddi
 from harmonic_sft.data.loading import LoadedData, load_data
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.row_maker import rows_sha256
-from harmonic_sft.data.sources import GivenSource, unformatted
+from harmonic_sft.data.sources import GivenSource, stream_steps, unformatted
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
@@ -489,15 +489,11 @@ def _check_plain(text: Any, tokenizer: Any) -> None:
 
 def _check_stream(data: datasets.IterableDataset) -> None:
     """Refuse a stream whose place the library cannot restore."""
-    parts: list[Any] = [data._ex_iterable]
-    for part in parts:  # the list grows by what each is made of
-        if type(part).__name__ == "BufferShuffledExamplesIterable":
-            raise ValueError(
-                "train_dataset: expected a stream without a shuffle buffer, which a resumed run "
-                "cannot refill, got shuffle(). Leave it out: rows are shuffled in windows"
-            )
-        parts += getattr(part, "ex_iterables", [])
-        parts += [part.ex_iterable] if hasattr(part, "ex_iterable") else []
+    if any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in stream_steps(data)):
+        raise ValueError(
+            "train_dataset: expected a stream without a shuffle buffer, which a resumed run "
+            "cannot refill, got shuffle(). Leave it out: rows are shuffled in windows"
+        )
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from harmonic_sft.data import DataConfig, EvalConfig, MaskConfig, Source
 from harmonic_sft.data.heldout import fingerprint
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
+from harmonic_sft.data.sources import GivenSource
 from harmonic_sft.data.streams import advance
 from tests.data.conftest import load
 
@@ -527,3 +529,34 @@ def test_row_groups_of_other_sizes_are_said(tokenizer, tmp_path, caplog, streams
     source = Source(path=str(tmp_path / "texts.parquet"), streaming=True)
     load(tokenizer, source, streams=streams)
     assert ("row groups differ in size up to 3 times" in caplog.text) == is_said
+
+
+def trained_words(tokenizer, documents):
+    """The first words of the documents in the first pass over a stream that was given as object."""
+    source = GivenSource(path="train_dataset", streaming=True, documents=documents)
+    streams = load(tokenizer, source, window=1, eval={"documents": 0}).train.streams
+    rows = itertools.chain.from_iterable(one_pass(stream) for stream in streams)
+    return sorted(tokenizer.decode(row["input_ids"][1]) for row in rows)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_stream_trains_on_no_document_that_was_skipped(tokenizer, inside):
+    table = Dataset.from_list([{"text": f"word{index}"} for index in range(100, 140)])
+    stream, more = table.to_iterable_dataset(num_shards=4), Dataset.from_list([{"text": "word1"}])
+    rest, first = stream.skip(15), stream.take(15)
+    if inside:
+        more = more.to_iterable_dataset()
+        rest, first = (concatenate_datasets([part, more]) for part in (rest, first))
+    for part in (rest, first):
+        assert trained_words(tokenizer, part) == sorted(row["text"] for row in part)
+
+
+def texts_of(shards):
+    for word in shards:
+        yield {"text": word}
+
+
+def test_shards_of_a_generator_need_not_be_files(tokenizer):
+    words = ["word1", "word2", "word3"]
+    stream = IterableDataset.from_generator(texts_of, gen_kwargs={"shards": words})
+    assert trained_words(tokenizer, stream) == words
