@@ -488,7 +488,12 @@ def _check_plain(text: Any, tokenizer: Any) -> None:
 
 
 def _check_stream(data: datasets.IterableDataset) -> None:
-    """Refuse a stream whose place the library cannot restore."""
+    """Refuse a stream whose place the library cannot restore, and one process's part of another."""
+    if data._distributed is not None:
+        raise ValueError(
+            "train_dataset: expected the stream of all processes, got one split by node. Leave "
+            "split_dataset_by_node out: every process takes its own rows"
+        )
     if any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in stream_steps(data)):
         raise ValueError(
             "train_dataset: expected a stream without a shuffle buffer, which a resumed run "

@@ -8,6 +8,7 @@ import optuna
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets
+from datasets.distributed import split_dataset_by_node
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from torch.utils.data import Subset
 from transformers import (
@@ -128,6 +129,12 @@ def test_a_stream_with_a_shuffle_buffer_is_not_trained_on(texts, make):
     for data in (shuffled, shuffled.map(dict).take(20), interleave_datasets([stream, shuffled])):
         with pytest.raises(ValueError, match=r"^train_dataset: expected a stream without a shuff"):
             make(train_dataset=data)
+
+
+def test_a_stream_that_is_split_by_node_is_not_trained_on(texts, make):
+    part = split_dataset_by_node(texts.to_iterable_dataset(num_shards=2), rank=0, world_size=2)
+    with pytest.raises(ValueError, match=r"^train_dataset: expected the stream of all processes"):
+        make(train_dataset=part.map(dict))
 
 
 def test_values_of_a_stream_to_evaluate_on_may_differ_in_type(make):
