@@ -346,7 +346,7 @@ def split_streams(
     """
     rows: list[Row] = []
     kept, waiting = 0, list(streams)
-    while waiting and kept < eval_documents:  # short streams leave their share to the others
+    while waiting:  # short streams leave their share to the others
         unfinished = []
         for place, stream in enumerate(waiting):
             share = -(-(eval_documents - kept) // (len(waiting) - place))
@@ -356,9 +356,11 @@ def split_streams(
             if left:
                 unfinished.append(stream)
         waiting = unfinished
-    if not waiting:
+        if kept >= eval_documents:
+            break
+    if not waiting and eval_documents:
         raise _too_few(kept, eval_documents)
-    return waiting, rows_table(rows)
+    return waiting or list(streams), rows_table(rows)  # where there is nothing, reading says why
 
 
 def _masker(

@@ -218,7 +218,7 @@ class LogicalStream:
                 yield members, Place(self.number, given, here)
                 given += 1
             windows += 1
-        if not any(self._starts):
+        if not any(reader.start["number"] for reader in readers):
             names = ", ".join(maker.name for maker in self.make_rows)
             why = "".join(f". {reason}" for reason in here["reasons"][:1])
             raise ValueError(

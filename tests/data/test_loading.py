@@ -551,6 +551,12 @@ def test_a_stream_trains_on_no_document_that_was_skipped(tokenizer, inside):
         assert trained_words(tokenizer, part) == sorted(row["text"] for row in part)
 
 
+def test_shards_that_a_filter_empties_take_no_part(tokenizer):
+    table = Dataset.from_list([{"text": f"word{index}"} for index in range(100, 140)])
+    stream = table.to_iterable_dataset(num_shards=4).filter(lambda row: row["text"] < "word115")
+    assert trained_words(tokenizer, stream) == [f"word{index}" for index in range(100, 115)]
+
+
 def texts_of(shards):
     for word in shards:
         yield {"text": word}
