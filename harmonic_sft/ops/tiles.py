@@ -91,10 +91,15 @@ class TorchTiles:
             keep: Keep the weights for `accumulate`.
             measure: Also sum moments and find the best columns.
         """
-        num_sums = self.stage.num_sums
         near: list[Tensor | None] = [None] * len(self.edges)
-        options = {"smoothed": self.smoothed, "num_sums": num_sums, "ratios": self.keeps_ratios}
-        chunk.reserve(len(self.edges), measure=measure, best=self.with_metrics, **options)
+        chunk.reserve(
+            len(self.edges),
+            measure=measure,
+            best=self.with_metrics,
+            smoothed=self.smoothed,
+            num_sums=self.stage.num_sums,
+            ratios=self.keeps_ratios,
+        )
         if keep:
             size = self.num_kept * len(chunk.placed) * self.edges[-1].stop
             if self.buffer is None or len(self.buffer) < size:
