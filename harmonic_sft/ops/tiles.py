@@ -89,7 +89,7 @@ class TorchTiles:
         Args:
             chunk: Its labels are left out of all sums.
             keep: Keep the weights for `accumulate`.
-            measure: Also sum moments and find the best columns.
+            measure: Also sum moments; for metrics, find the best columns too.
         """
         near: list[Tensor | None] = [None] * len(self.edges)
         chunk.reserve(
