@@ -27,6 +27,7 @@ from transformers.trainer_utils import (
 from harmonic_sft.data.batches import EpochSampler, MaskedRows
 from harmonic_sft.data.row_maker import rows_digest
 from harmonic_sft.data.streams import StreamedRows
+from harmonic_sft.eval.scoring import DivergedError
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.models.backbones import load_checked
 from harmonic_sft.models.configuration_harmonic import quantization_method
@@ -196,11 +197,15 @@ class ResumableTrainer(Trainer):
                 raise holds_a_run(folder)
             self.claim_output_folder(resume=checkpoint is not None)
             self._trained_in = folder
+        is_search = trial is not None and self.hp_search_backend == HPSearchBackend.OPTUNA
         try:
             with self.at_work():
-                return self.train_from(checkpoint, trial, ignore_keys_for_eval)
-        except StoppedError as error:
-            if trial is None or self.hp_search_backend != HPSearchBackend.OPTUNA:
+                output = self.train_from(checkpoint, trial, ignore_keys_for_eval)
+                if is_search and self.objective is None:  # as the search would do outside
+                    self.objective = self.compute_objective(self.evaluate())
+                return output
+        except (StoppedError, DivergedError) as error:
+            if not is_search:
                 raise
             if self.args.process_index > 0:  # the first one alone tells the search of it
                 self.objective = math.nan

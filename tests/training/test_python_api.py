@@ -592,11 +592,16 @@ def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, argume
         fixed.hyperparameter_search(n_trials=1)
 
 
-def test_a_search_goes_on_after_a_trial_that_diverges(texts, arguments, make):
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_steps": 4}, {"max_steps": 1}, {"max_steps": 1, "eval_strategy": "steps"}],
+    ids=["in a step", "in the last step", "in an evaluation"],
+)
+def test_a_search_goes_on_after_a_trial_that_diverges(texts, arguments, make, fields):
     def space(trial):
         return {"learning_rate": trial.suggest_categorical("learning_rate", [1e30, 1e-3])}
 
-    trainer = make(arguments(max_steps=4), eval_dataset=texts.select(range(10)))
+    trainer = make(arguments(**fields), eval_dataset=texts.select(range(10)))
     best = trainer.hyperparameter_search(
         hp_space=space,
         n_trials=2,
