@@ -84,6 +84,7 @@ class HeadCallback(TrainerCallback):
 class TerminationCallback(TrainerCallback):
     """Ends training after a SIGTERM, with a checkpoint at the end of the step at work.
 
+    Whatever asks for it, that of an epoch's last step is saved after what follows the epoch.
     transformers' own, of `enable_jit_checkpoint`, waits for three seconds and saves in the middle
     of a step, which a resumed run could not take again with the same random numbers.
 
@@ -94,6 +95,7 @@ class TerminationCallback(TrainerCallback):
     def __init__(self, *, is_alone: bool):
         self.is_alone = is_alone
         self.received = self.agreed = False  # by this process, by all
+        self._saves_later = False
         self._listens = torch.zeros(1, dtype=torch.bool).share_memory_()  # workers read it
 
     @contextlib.contextmanager
@@ -124,13 +126,17 @@ class TerminationCallback(TrainerCallback):
         self.received, self.agreed = True, self.is_alone
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Save and stop, in all processes after the same step; at an epoch's end save after it."""
+        """Save and stop, in all processes after the same step; at an epoch's end save after it.
+
+        A run that continues from there would not make the evaluation of that epoch any more.
+        """
         if self.agreed:
             logger.warning(
                 "SIGTERM: training ends with a checkpoint of step %d.", state.global_step
             )
-            control.should_training_stop = True
-            control.should_save = not _ends_epoch(state)
+            control.should_training_stop = control.should_save = True
+        self._saves_later = control.should_save and _ends_epoch(state)
+        control.should_save &= not self._saves_later
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Take back what transformers does after an epoch, where it is left in the middle.
@@ -139,9 +145,10 @@ class TerminationCallback(TrainerCallback):
         """
         if self.agreed and control.should_training_stop:
             is_end = _ends_epoch(state)
-            control.should_save = is_end
+            control.should_save &= is_end
             control.should_evaluate &= is_end
             control.should_log &= is_end
+        control.should_save |= self._saves_later
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Save where the signal comes while the last step is evaluated: no step follows."""

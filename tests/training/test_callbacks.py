@@ -135,6 +135,17 @@ def test_a_sigterm_neither_adds_nor_loses_an_evaluation(make_yaml, tmp_path, add
     assert compared(again) == compared(whole)
 
 
+def test_a_checkpoint_of_an_epochs_last_step_has_the_evaluation_after_it(
+    make_yaml, tmp_path, interrupt
+):
+    """A resumed run takes no part of that epoch, and would never make it."""
+    strategies = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_steps": 4}
+    path = make_yaml(training={**TWO_EPOCHS, **strategies})
+    whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
+    interrupt(5, path)
+    assert compared(start(path, "resume=true")) == compared(whole)
+
+
 class Saved(TrainerCallback):
     """Notes the steps of checkpoints, and those of evaluations while it trains."""
 
