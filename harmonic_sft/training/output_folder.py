@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.hub.run_folder import check_saved
+from harmonic_sft.losses import InfoNCELoss, SumLoss
 from harmonic_sft.results import (
     leaves,
     read_results,
@@ -54,7 +55,7 @@ OF_CHECKPOINTS = (
 )
 MAX_STEPS = "training.max_steps"
 RESTORE = "Restore it as the run wrote it, or choose another training.output_dir"
-BATCH_KEYS = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
+ROWS, ACCUMULATION = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
 # Keys that a resumed run may change: they alter what is shown or sent, not what is trained.
 FREE_KEYS = (
     "resume",
@@ -119,9 +120,9 @@ def check_output_folder(run: RunConfig) -> None:
         raise holds_a_run(folder)
     old = _claimed(folder)
     different = _changed_keys(to_plain(old), run)
-    checkpoint = last_checkpoint(folder) if BATCH_KEYS & set(different) else None
-    if checkpoint is not None and read_manifest(checkpoint):
-        different = [key for key in different if key not in BATCH_KEYS]  # the trainer compares rows
+    checkpoint = last_checkpoint(folder) if _batch_keys(run) & set(different) else None
+    if checkpoint is not None and read_manifest(checkpoint):  # the trainer compares rows
+        different = [key for key in different if key not in _batch_keys(run)]
     is_longer = different == [MAX_STEPS]
     if is_longer and (last_step := _last_step(old, folder)) < run.training.get("max_steps", -1):
         _check_longer(run, last_step)
@@ -164,7 +165,7 @@ def check_settings(checkpoint: Path, run: RunConfig) -> None:
     home = checkpoint.resolve().parent
     if home == run.output_dir.resolve() or not (home / RUN_FILE).is_file():
         return
-    free = (MAX_STEPS, "training.num_train_epochs", *BATCH_KEYS)
+    free = (MAX_STEPS, "training.num_train_epochs", *_batch_keys(run))
     different = [key for key in _changed_keys(to_plain(_claimed(home)), run) if key not in free]
     if different:
         raise ValueError(
@@ -240,6 +241,14 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
             f"{'' if run.h_exp is None else f' h_exp={run.h_exp.end:g}'}, with another "
             "training.output_dir"
         )
+
+
+def _batch_keys(run: RunConfig) -> set[str]:
+    """Return what may change as long as the rows of a step do not."""
+    losses = [term.loss for term in run.loss.terms] if isinstance(run.loss, SumLoss) else [run.loss]
+    # Its negatives are the other labels of a micro-batch.
+    is_fixed = any(isinstance(loss, InfoNCELoss) for loss in losses)
+    return {ACCUMULATION} if is_fixed else {ACCUMULATION, ROWS}
 
 
 def _changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:

@@ -214,6 +214,18 @@ def test_half_the_rows_at_once_accumulate_twice_after_a_resume(stopped_run, capl
     assert logged(again["history"]) == pytest.approx(logged(before), rel=1e-5)
 
 
+def test_a_micro_batch_whose_labels_are_the_negatives_keeps_its_size(make_yaml):
+    terms = [{"loss": {"name": "harmonic"}}, {"loss": {"name": "info_nce"}}]
+    path = make_yaml(loss={"name": "sum", "terms": terms}, training={"max_steps": 2})
+    start(path, "training.save_steps=1")
+    shutil.rmtree(path.parent / "run" / "results")
+    halved = ["training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=2"]
+    with pytest.raises(ValueError, match=r"values for training\.per_device_train_batch_size"):
+        start(path.parent / "run" / "run.yaml", "resume=true", *halved)
+    accumulated = "training.gradient_accumulation_steps=2"  # what the checkpoint says holds
+    assert start(path.parent / "run" / "run.yaml", "resume=true", accumulated)["steps"] == 2
+
+
 def test_workers_and_evaluated_rows_may_change_when_a_run_is_resumed(stopped_run, finished_results):
     shutil.rmtree(stopped_run / "checkpoint-6")
     words = ["training.dataloader_num_workers=1", "training.per_device_eval_batch_size=3"]
