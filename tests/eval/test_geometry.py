@@ -53,6 +53,8 @@ def test_a_rotated_table_keeps_its_neighbors_and_loses_its_directions():
     assert moved["neighbors_kept"] == pytest.approx(1, abs=0.01)
     assert abs(moved["drift_cosine"]) < 0.2
     assert drift(normal(200, 16, seed=2), table)["neighbors_kept"] < 0.2
+    table[0] = 0  # as [PAD] of some bases, of which no angle is known
+    assert drift(table, table)["drift_cosine"] == pytest.approx(1)
 
 
 def test_hidden_states_around_their_prototype_are_aligned():
