@@ -524,7 +524,7 @@ class HarmonicTrainer(ResumableTrainer):
 
         Predictions, for `predict` and `compute_metrics`, are gathered by transformers' own loop; so
         is the loss of labels that are no classes of the head, and the user's own. Of one name the
-        user's metric is returned.
+        user's metric is returned, but of the loss.
         """
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
