@@ -443,12 +443,17 @@ def check_launch(args: HarmonicTrainingArguments) -> None:
 def _check_processes(args: HarmonicTrainingArguments) -> None:
     """Refuse what several processes would wait at for ever, or train otherwise than one."""
     accelerator_config: Any = args.accelerator_config
+    section = "training.accelerator_config"
     if accelerator_config.dispatch_batches:
         raise ValueError(
-            "training.accelerator_config.dispatch_batches: expected false, got true. Every process "
-            "reads its own rows"
+            f"{section}.dispatch_batches: expected false, got true. Every process reads its own "
+            "rows"
         )
-    section = "training.accelerator_config"
+    if not accelerator_config.use_seedable_sampler:
+        raise ValueError(
+            f"{section}.use_seedable_sampler: expected true, got false. A resumed run would read "
+            "other rows"
+        )
     needed = {
         # They could not leave out the rows that fill up their last batches.
         "data.padding_free": (args.padding_free, False),

@@ -241,6 +241,9 @@ def test_several_gpus_in_one_process_are_refused(arguments, monkeypatch):
     args = arguments(accelerator_config={"dispatch_batches": True})
     with pytest.raises(ValueError, match="dispatch_batches: expected false, got true"):
         check_launch(args)
+    args = arguments(accelerator_config={"use_seedable_sampler": False})
+    with pytest.raises(ValueError, match="use_seedable_sampler: expected true, got false"):
+        check_launch(args)
 
 
 def test_the_settings_of_accelerate_are_kept_as_they_were_given(tmp_path):
