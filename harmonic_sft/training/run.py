@@ -25,7 +25,7 @@ from harmonic_sft.results import (
 )
 from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.callbacks import StoppedError, check_reporters
-from harmonic_sft.training.checkpoints import last_checkpoint, rows_per_step
+from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint
 from harmonic_sft.training.evaluation import fingerprint
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.head_swap import (
@@ -245,11 +245,8 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
         checkpoint = last_checkpoint(folder)
         if checkpoint is not None:
             logger.info("Continuing from %s", checkpoint)
-        elif trainer.run_config.resume:  # perhaps on another number of processes
-            logger.warning(
-                "No checkpoint is whole: the run starts from its first step, with %d rows in each.",
-                rows_per_step(trainer.args),
-            )
+        elif all_checkpoints(folder):
+            logger.warning("No checkpoint is whole: the run starts again from its first step.")
         seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
         if trainer.state.global_step < trainer.state.max_steps:
             raise StoppedError(
