@@ -93,7 +93,9 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
             target_modules=targets,
             fan_in_fan_out=isinstance(backbone.get_submodule(targets[0]), Conv1D),
         )
-        inject_adapter_in_model(config, backbone, low_cpu_mem_usage=True)
+        # In a backbone that it knows PEFT would take layers that are called as those of experts
+        # once were, `up_proj` for one, for the experts: it is given the model around it.
+        inject_adapter_in_model(config, model.model, low_cpu_mem_usage=True)
     for parameter in trained:  # PEFT froze everything but its own
         parameter.requires_grad_(True)
     for layer in lora_layers(model).values():
@@ -170,7 +172,7 @@ def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
     """
     layers = lora_layers(model)
     modules = _saved_modules(model)
-    config = copy(cast(Any, model.model.backbone).peft_config[NAME])
+    config = copy(cast(Any, model.model).peft_config[NAME])
     config.modules_to_save, config.target_modules = modules, sorted(layers)
     config.base_model_name_or_path = public_base(model.config)
     config.revision, config.inference_mode = model.config.base_revision, True

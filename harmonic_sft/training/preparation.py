@@ -460,8 +460,8 @@ def _check_model(model: Any) -> None:
         )
     if isinstance(model, str):
         return
-    # LoRA of an earlier training of ours is in the backbone, and is merged when it is saved.
-    own = isinstance(model, HarmonicHeadModel) and hasattr(model.model.backbone, "peft_config")
+    # LoRA of an earlier training of ours is in `model.model`, and is merged when it is saved.
+    own = isinstance(model, HarmonicHeadModel) and hasattr(model.model, "peft_config")
     wrappers = () if own else (BaseTunerLayer, AuxiliaryTrainingWrapper)
     if any(
         getattr(part, "_hf_peft_config_loaded", False) or isinstance(part, wrappers)

@@ -11,7 +11,14 @@ from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import load_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForMaskedLM, BertConfig, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForMaskedLM,
+    BertConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+)
 from transformers.pytorch_utils import Conv1D
 
 from harmonic_sft.models import (
@@ -22,7 +29,7 @@ from harmonic_sft.models import (
     HarmonicForSequenceClassification,
     NeoBERTConfig,
 )
-from harmonic_sft.models.backbones import blocks_without_graph, find_blocks
+from harmonic_sft.models.backbones import base_of, blocks_without_graph, find_blocks
 from harmonic_sft.training.adapters import (
     add_lora_,
     covering_modules,
@@ -45,6 +52,7 @@ LORA = {"r": 4, "target_modules": ["query", "value"], "layers_to_transform": [1,
 HEAD_ONLY = {"unfreeze": {"last_blocks": 0}}
 IDS = torch.arange(5, 25)[None]
 LAYER = "model.backbone.encoder.layer"
+SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": 40}
 LAYERS = {"bert": ["query", "output.dense"], "neobert": ["qkv", "wo"]}
 
 
@@ -106,6 +114,27 @@ def test_all_linear_layers_that_stay_frozen(tiny_base, bases):
     layers = lora_layers(model)
     path = "model.backbone.transformer_encoder.1"
     assert set(layers) == {f"{path}.qkv", f"{path}.wo"}
+
+
+def test_lora_goes_on_the_layers_beside_experts_and_not_on_these():
+    """PEFT would move it to the experts from what is called as their layers once were."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    widths = {"intermediate_size": 24, "moe_intermediate_size": 12}
+    sizes = {**SIZES, **experts, **widths, "num_hidden_layers": 2, "head_dim": 8}
+    config = Glm4MoeConfig(**sizes, num_key_value_heads=2)
+    base = base_of(Glm4MoeForCausalLM(config), dtype=torch.float32, is_causal=True)
+    model = HarmonicForCausalLM.on_base(copy.deepcopy(base))
+    unfreeze_(model, UnfreezeConfig(last_blocks=0))
+    expected = {n for n, m in model.model.named_modules() if isinstance(m, nn.Linear)}
+    add_lora_(model, PeftConfig(r=2))
+    assert {name.removeprefix("model.") for name in lora_layers(move_(model))} == expected
+    model.train()(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(
+        parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad
+    )
+    plain = HarmonicForCausalLM.on_base(base)
+    plain.load_state_dict(merged_state(model))
+    torch.testing.assert_close(logits(plain.eval()), logits(model.eval()), atol=1e-5, rtol=1e-5)
 
 
 def test_blocks_below_the_first_lora_run_without_a_graph(tiny_base):
@@ -346,7 +375,6 @@ def test_peft_itself_trains_and_saves_the_head_whole(bases, tmp_path):
     assert torch.equal(logits(again), logits(wrapped))
 
 
-SIZES = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "vocab_size": 40}
 BODIES = {
     "bert": (HarmonicForMaskedLM, BertConfig(**SIZES)),
     "neobert": (HarmonicForMaskedLM, NeoBERTConfig(**SIZES)),
