@@ -41,7 +41,9 @@ def class_labels(
     classes = _class_names(trained, order) if names is None else list(names)
     places = {name: number for number, name in enumerate(classes)}
     labels = trained | evaluated
-    if names is not None and has_numbers and places.keys().isdisjoint(map(str, labels)):
+    # Where names are numbers an integer is a name.
+    has_numbers = has_numbers and names is not None and not any(map(_is_integer, names))
+    if has_numbers and places.keys().isdisjoint(map(str, labels)):
         places = {str(number): number for number in range(len(classes))}
     found = {label: places.get(str(label)) for label in labels}
     others = sorted(str(label) for label, number in found.items() if number is None)
@@ -92,7 +94,7 @@ def _class_names(labels: set[str | int], order: Sequence[str] | None) -> list[st
         )
     ordered = sorted(labels) if order is None else [name for name in order if name in labels]
     # A CSV file writes integers as strings.
-    if order is None and all(str(label).removeprefix("-").isdecimal() for label in labels):
+    if order is None and all(map(_is_integer, labels)):
         ordered = sorted(ordered, key=int)
     names = [str(label) for label in ordered]
     if len(names) < 2:
@@ -100,3 +102,7 @@ def _class_names(labels: set[str | int], order: Sequence[str] | None) -> list[st
             f"data.label_column: expected two classes or more in the training rows, got {names}"
         )
     return names
+
+
+def _is_integer(label: str | int) -> bool:
+    return str(label).removeprefix("-").isdecimal()

@@ -141,6 +141,9 @@ def test_integers_are_the_names_or_the_numbers_of_a_trained_models_classes(
     datasets.Dataset.from_list(rows).to_csv(table := tmp_path / "rows.csv")
     data = load(str(table), tokenizer, labels=["a", "b", "c"])
     assert data.train[0]["labels"] == 1
+    others = [{**row, "label": i % 2} for i, row in enumerate(rows)]
+    with pytest.raises(ValueError, match=r"expected the model's classes, '2', '3', got '0', '1'"):
+        load(write(others, "others.jsonl"), tokenizer, labels=["2", "3"])  # numbers are names there
     mixed = write([*rows, {"text": "red gray red", "label": "a"}], "mixed.jsonl")
     with pytest.raises(ValueError, match=r"expected the model's classes, .* got '1', '2'"):
         load(mixed, tokenizer, labels=["a", "b", "c"])
