@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import trainer_log_levels
 
 from harmonic_sft.config import check_fields, load_text, parse, to_plain
-from harmonic_sft.losses.loss import Loss
+from harmonic_sft.losses import LOSSES
 from harmonic_sft.training.run_config import (
     CLASSIFICATION,
     DEFAULTS,
@@ -242,12 +242,13 @@ class HarmonicTrainingArguments(TrainingArguments):
         if isinstance(self.loss, type):
             name = self.loss.__name__
             raise ValueError(f"loss: expected a loss, got the class {name}. Write {name}()")
-        if not isinstance(self.loss, str | Mapping | Loss | None):
+        is_ours = type(self.loss) in LOSSES.values()
+        if not is_ours and not isinstance(self.loss, str | Mapping | None):
             raise ValueError(
                 f"loss: expected one of harmonic_sft.losses, got {self.loss!r}. One of your own is "
                 "the trainer's compute_loss_func"
             )
-        if isinstance(self.loss, Loss):
+        if is_ours:
             self.loss = to_plain(self.loss)
 
     def _check_theirs(self) -> None:

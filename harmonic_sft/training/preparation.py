@@ -43,6 +43,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import trains
 from harmonic_sft.models.head import SphereHead
+from harmonic_sft.models.objective import negative_log_likelihood
 from harmonic_sft.training.adapters import add_lora_, as_peft_config
 from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrainingArguments
 from harmonic_sft.training.batches import batches_on, labelled_states
@@ -351,10 +352,20 @@ class Preparation:
             if self.args.h_exp is not None and run.h_exp is not None:
                 self.model.h_exp = run.h_exp.start
             if train is not None:
-                loss_fn = self.model.loss_fn
+                old = self.model.loss_fn
                 prepare_model_(self.model, run)
-                if self.args.loss is None:
-                    self.model.loss_fn = loss_fn
+                if self.args.loss is None and not old.__module__.startswith("harmonic_sft."):
+                    self.model.loss_fn = old  # the user's own
+                elif self.args.loss is None and old not in (
+                    negative_log_likelihood,
+                    self.model.loss_fn,
+                ):
+                    logger.warning(
+                        "loss: %s, the default, in place of the model's %s. Name the other to keep "
+                        "it.",
+                        run.loss.name,
+                        type(old).__name__,
+                    )
             return self.model, None
         old_head = None
         if task in CLASSIFIERS:

@@ -8,7 +8,7 @@ from accelerate import ParallelismConfig
 from transformers import HfArgumentParser
 
 from harmonic_sft import HarmonicTrainingArguments, WassersteinLoss
-from harmonic_sft.losses import KNNLabelSmoothingLoss
+from harmonic_sft.losses import CrossEntropyLoss, KNNLabelSmoothingLoss
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.arguments import check_launch
 
@@ -63,6 +63,16 @@ def test_sections_take_what_the_yaml_file_takes():
     assert config.data.mask.probability == 0.3
     assert config.data.packing
     assert (config.schedule.decay, config.schedule.warmup_ratio) == ("linear", 0.1)
+
+
+class OwnLoss(CrossEntropyLoss):
+    """A name of ours, which would be read as the loss that has it."""
+
+
+@pytest.mark.parametrize("loss", [OwnLoss(), max])
+def test_a_loss_of_the_users_own_is_refused(loss):
+    with pytest.raises(ValueError, match=r"^loss: expected one of .*, got .*compute_loss_func"):
+        HarmonicTrainingArguments("runs/own", loss=loss)
 
 
 def test_arguments_of_transformers_are_kept_and_derived_values_are_not():

@@ -32,6 +32,7 @@ from transformers import (
 from harmonic_sft import (
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
+    HarmonicLoss,
     HarmonicTrainer,
     HarmonicTrainingArguments,
     train,
@@ -590,6 +591,20 @@ def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, argume
     fixed = make(model=ours)
     with pytest.raises(ValueError, match="model: expected a name for a hyper-parameter search"):
         fixed.hyperparameter_search(n_trials=1)
+
+
+def test_a_loaded_model_trains_on_the_loss_of_the_arguments_or_on_its_users_own(
+    tiny_base, arguments, make, caplog
+):
+    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    for loss in ("wasserstein", None):  # the second run names none, and the first one's is over
+        trainer = make(arguments(str(loss), loss=loss), model=model)
+    assert trainer.run_config.loss == HarmonicLoss()
+    assert model.loss_fn == HarmonicLoss().prepare(model.dist_head)
+    assert caplog.text.count("loss: harmonic, the default, in place of the model's") == 1
+    model.loss_fn = own = lambda head, hidden_states, labels: head.nll(hidden_states, labels)
+    make(arguments("own"), model=model)
+    assert model.loss_fn is own
 
 
 @pytest.mark.parametrize(
