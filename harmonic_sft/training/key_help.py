@@ -119,7 +119,9 @@ def _options(head: type) -> dict[str, Key]:
     texts = dict(re.findall(r"^    (\w+): ((?:.|\n {8})+)", inspect.getdoc(head) or "", re.M))
     return {
         p.name: Key(
-            text=" ".join(texts[p.name].split()), kind=_kind(p.annotation), default=_show(p.default)
+            text=" ".join(texts.get(p.name, "").split()),
+            kind=_kind(p.annotation),
+            default=_show(p.default),
         )
         for p in inspect.signature(head).parameters.values()
         if p.name not in NOT_IN_HEAD

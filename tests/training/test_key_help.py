@@ -9,6 +9,7 @@ from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HEADS
 from harmonic_sft.training.key_help import _root, explain
 from harmonic_sft.training.run_config import REFUSED
+from tests.test_docs import FENCE, ROOT
 
 
 def all_keys(key, name=""):
@@ -21,6 +22,15 @@ def test_every_key_has_an_explanation_of_lines_that_fit():
     for name, key in all_keys(_root()):
         assert key.text, name
         assert all(len(line) <= 80 for line in explain(name).splitlines()), name
+
+
+def test_the_head_of_the_guide_is_explained_as_the_others_are(monkeypatch):
+    blocks = FENCE.findall((ROOT / "docs" / "heads_and_losses.md").read_text())
+    (code,) = (code for language, code in blocks if "class ScaledLinearHead" in code)
+    exec(code, found := {})
+    monkeypatch.setitem(HEADS, "scaled_linear", found["ScaledLinearHead"])
+    test_every_key_has_an_explanation_of_lines_that_fit()
+    assert "Multiplies" in explain("head.scaled_linear.scale")
 
 
 def test_sections_heads_and_losses_are_there():
