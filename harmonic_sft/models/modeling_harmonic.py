@@ -633,7 +633,7 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
             place = attended.argmax(-1)
             if self.config.is_causal:
                 place = attended.shape[1] - 1 - attended.flip(-1).argmax(-1)
-            rows = torch.arange(len(place), device=place.device)
+            rows = torch.arange(place.shape[0], device=place.device)  # `len` would fix it in traces
             return hidden_states[rows, place].unsqueeze(1)
         hidden_states = at_least_float32(hidden_states)
         weights = attention_mask.to(hidden_states.dtype).unsqueeze(-1)  # [B, T, 1]

@@ -450,6 +450,20 @@ def test_a_decoder_without_a_mask_reads_the_last_token_that_is_no_padding(causal
     assert torch.equal(model(input_ids).logits, model(**inputs).logits)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("pooling", ["cls", "last"])
+def test_a_classifier_traced_with_one_text_reads_each_of_three(base, causal, pooling):
+    if pooling == "cls":
+        model = make(base, pooling="cls")
+    else:
+        model = HarmonicForSequenceClassification.from_pretrained(causal, num_labels=3)
+    model.requires_grad_(False)
+    texts = tuple(batch().values())
+    one = tuple(text[:1] for text in texts)
+    traced = torch.jit.trace(lambda *texts: model(*texts).logits, one, check_trace=False)
+    torch.testing.assert_close(traced(*texts), model(*texts).logits)
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("task", PEFT_TASKS)
 def test_a_random_head_that_peft_leaves_out_is_refused_in_training(published, task):
