@@ -160,6 +160,10 @@ def test_an_adapter_of_a_classifier_names_its_labels():
     card = make_card(make_config(**labels), form="peft")
     assert "HarmonicForSequenceClassification.from_base(" in card
     assert "labels=['a', 'b']," in card
+    assert "problem_type" not in card
+    several = make_config(LINEAR, **labels, problem_type="multi_label_classification")
+    told = 'base.config.problem_type = "multi_label_classification"  # a pipeline goes by it'
+    assert told in make_card(several, form="peft")
 
 
 def test_the_evaluation_table_holds_the_metrics_with_units():
