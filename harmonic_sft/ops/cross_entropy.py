@@ -265,14 +265,16 @@ def _resolve(impl: str, stage: str, hidden_states: Tensor, prototypes: Tensor) -
         return impl
     floats = (torch.float32, torch.bfloat16, torch.float16)
     served = _HAS_TRITON and hidden_states.dtype in floats and prototypes.dtype in floats
-    on_gpu, has_kernels = hidden_states.device.type == "cuda", stage in ("cross_entropy", "mixture")
+    has_kernels = stage in ("cross_entropy", "mixture")
+    # An AMD GPU is of type cuda too, and lacks a function that the kernels call.
+    on_gpu = hidden_states.device.type == "cuda" and torch.version.hip is None
     if impl == "auto":
         return "triton" if on_gpu and served and has_kernels else "chunked"
     if not has_kernels:
         raise ValueError(f"impl: expected auto or chunked for {stage}, got triton")
     if not served or not (on_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
         raise ValueError(
-            "impl: expected reference or chunked, since triton needs a GPU and 16- or 32-bit "
-            f"floats, got triton with {hidden_states.dtype} on {hidden_states.device}"
+            "impl: expected reference or chunked, since triton needs a GPU of NVIDIA and 16- or "
+            f"32-bit floats, got triton with {hidden_states.dtype} on {hidden_states.device}"
         )
     return impl

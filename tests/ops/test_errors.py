@@ -6,8 +6,10 @@ from typing import get_args
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
+from harmonic_sft.ops.cross_entropy import _resolve
 from harmonic_sft.ops.options import Impl, Reduction
 
 N, V, D = 4, 5, 3
@@ -152,3 +154,12 @@ def test_what_is_in_order_is_accepted():
     assert call().shape == (N,)
     assert call(linear=True).shape == (N,)
     assert call(label_smoothing=1.0, eps=1e-30).shape == (N,)
+
+
+@pytest.mark.parametrize(("hip", "expected"), [(None, "triton"), ("7.1", "chunked")])
+def test_only_gpus_of_nvidia_get_kernels(hip, expected, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with FakeTensorMode():
+        states = torch.empty(2, 3, device="cuda")
+    assert _resolve("auto", "cross_entropy", states, states) == expected
