@@ -248,8 +248,11 @@ class TransportStage(CrossEntropyStage):
         """Return the loss of each token `[T]`, and save its mean cost."""
         (chunk,) = chunks
         shares = torch.exp(chunk.log_scale - chunk.log_normalizer)
-        costs = (shares * chunk.second_sums[0]).sum(0)
-        chunk.saved = costs + self.second_of_pairs(chunk).sum(1)
+        costs = (shares * chunk.second_sums[0]).sum(0) + self.second_of_pairs(chunk).sum(1)
+        # Of large logits the normalizer is rounded: the probabilities do not quite sum to 1, and
+        # cost - mean would not cancel where one class has nearly all of them.
+        pairs = (chunk.logits - chunk.log_normalizer.unsqueeze(1)).exp().sum(1)
+        chunk.saved = costs / ((shares * chunk.sums).sum(0) + pairs)
         return self.carried * chunk.saved - self.own * chunk.log_probs.squeeze(1)
 
     def second_of_pairs(self, chunk: Chunk) -> Tensor:

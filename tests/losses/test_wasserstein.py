@@ -1,3 +1,4 @@
+import copy
 import functools
 import math
 
@@ -108,6 +109,25 @@ def test_rounding_pushes_no_cost_below_zero(name):
         head.weight.mul_(1e-3).add_(100)  # of costs of 1e-5, whose expansion rounds to 1e-2
     states, labels = problem(V)
     assert WassersteinLoss()(head, states.float(), labels).min() >= 0
+
+
+def test_gradients_at_logits_of_hundreds_are_as_good_as_the_definitions():
+    head = build_head({"name": "linear"}, hidden_size=64, vocab_size=500)
+    with torch.no_grad():
+        head.weight.normal_(std=1 / 8)
+    states, labels = 300 * torch.randn(64, 64, requires_grad=True), torch.randint(500, (64,))
+
+    def gradients(losses, *inputs):
+        return torch.autograd.grad(losses.sum(), inputs)
+
+    wide_head, wide = copy.deepcopy(head).double(), states.detach().double().requires_grad_()
+    losses = plain(wide_head, wide, labels, wide_head.prototypes)
+    expected = gradients(losses, wide, wide_head.weight)
+    found = gradients(WassersteinLoss()(head, states, labels), states, head.weight)
+    naive = gradients(plain(head, states, labels, head.prototypes), states, head.weight)
+    for one, other, exact in zip(found, naive, expected, strict=True):
+        error, allowed = (one - exact).abs().max(), (other - exact).abs().max()
+        assert error < 3 * allowed  # 40 times it, where probabilities are taken to sum to 1
 
 
 @pytest.mark.parametrize("top_k", [None, 4])
