@@ -103,8 +103,8 @@ def push(folder: Path, to: Destination) -> str:
             check_destination(to)
             check_model(trained.config, to, trained.has_adapter)
             stage(trained, Path(staged), to)
-            if to.form == "head":
-                check_completed(trained, Path(staged))
+            if to.form != "full":
+                check_completed(trained, to.form)
         except PushError as error:
             raise PushError(
                 f"{error} Nothing was sent; the run is as before. Try again: "

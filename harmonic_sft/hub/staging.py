@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,7 @@ def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
             weights = [path.name for path in weight_files(trained.path)]
             _copy(trained.path, target, (*weights, SAFE_WEIGHTS_INDEX_NAME))
         else:
-            head = dict(read_tensors(trained.path, ("dist_head.",)))
-            save_file(head, target / HEAD_FILE, FORMAT)
-            if blocks := _trained_blocks(trained):
-                save_file(blocks, target / BLOCKS_FILE, FORMAT)
+            _write_parts(trained, target)
         _write_config(trained, target, partial=to.form == "head")
         _copy(trained.path, target, ("generation_config.json",))
         (target / LICENSE).write_text(license_of_code())
@@ -166,26 +164,33 @@ def check_adapter(config: HarmonicConfig, adapter: Path) -> None:
         )
 
 
-def check_completed(trained: TrainedFolder, staged: Path) -> None:
-    """Refuse the form `head` of a model that its base does not complete.
+def check_completed(trained: TrainedFolder, form: Form) -> None:
+    """Refuse the forms `head` and `peft` of a model that its base does not complete.
+
+    An adapter whose base is quantized, or not on the Hub, is not checked.
 
     Raises:
         ValueError: What the run did not train is not the base's.
         PushError: The base cannot be fetched.
     """
-    try:
-        completed = complete_state_dict(str(staged), trained.config, {"revision": None})
-    except (OSError, ValueError) as error:
-        reason = str(error).replace(str(staged), "--form head").rstrip(".")
-        raise PushError(without_secrets(f"{reason}.")) from None
+    config = trained.config
+    if hub_base(config) is None or quantization_method(config) is not None:
+        return
+    with tempfile.TemporaryDirectory(prefix="harmonic-sft-push-") as parts:
+        _write_parts(trained, Path(parts))
+        try:
+            completed = complete_state_dict(parts, config, {"revision": None})
+        except (OSError, ValueError) as error:
+            reason = str(error).replace(parts, f"--form {form}").rstrip(".")
+            raise PushError(without_secrets(f"{reason}.")) from None
     state = dict(read_tensors(trained.path, (BACKBONE,)))
     if not state.keys() <= completed.keys():
         state = _state_of_model(trained)
     for name, saved in state.items():
         if not torch.equal(completed[name].to(saved.dtype), saved):
             raise ValueError(
-                f"--form head: expected what was not trained to be that of "
-                f"{trained.config.base_model}, got another {name}, which was changed before the "
+                f"--form {form}: expected what was not trained to be that of "
+                f"{config.base_model}, got another {name}, which was changed before the "
                 "run. Use --form full"
             )
 
@@ -295,6 +300,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             )
     fields.pop("name_or_path", None)
     _write_json(path, fields)
+
+
+def _write_parts(trained: TrainedFolder, target: Path) -> None:
+    """Write what was trained, as a partial checkpoint has it."""
+    head = dict(read_tensors(trained.path, ("dist_head.",)))
+    save_file(head, target / HEAD_FILE, FORMAT)
+    if blocks := _trained_blocks(trained):
+        save_file(blocks, target / BLOCKS_FILE, FORMAT)
 
 
 def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:

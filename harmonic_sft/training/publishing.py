@@ -79,8 +79,8 @@ class PushCallback(TrainerCallback):
                 staged = Path(made.enter_context(place))
                 trained = read_trained(folder)
                 stage(trained, staged, self.to)
-                if self.to.form == "head" and not self._is_checked:
-                    check_completed(trained, staged)
+                if self.to.form != "full" and not self._is_checked:
+                    check_completed(trained, self.to.form)
                     self._is_checked = True
                 kept = made.pop_all()
         except Exception as error:  # safetensors has one of its own for a full disk

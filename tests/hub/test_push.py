@@ -310,17 +310,18 @@ def test_an_interrupted_push_leaves_no_copy(
     assert not [*tmp_path.glob("harmonic-sft-push-*")]
 
 
-def test_a_base_that_does_not_complete_the_head_is_refused(hub, client, pushed, tmp_path):
+@pytest.mark.parametrize("form", ["head", "peft"])
+def test_a_base_that_does_not_complete_the_head_is_refused(hub, client, pushed, tmp_path, form):
     """Someone merged an adapter into a model of ours, say, and gave it to the trainer."""
     folder = shutil.copytree(pushed, tmp_path / "run")
     weights = load_file(folder / "model.safetensors")
     trained = json.loads((folder / "config.json").read_text())["trained_parameters"]
     frozen = next(name for name in weights if ".layer.0." in name and name not in trained)
     save_file({**weights, frozen: weights[frozen] + 1}, folder / "model.safetensors", FORMAT)
-    done = client("push", folder, "--repo-id", "alice/changed", "--form", "head")
+    done = client("push", folder, "--repo-id", "alice/changed", "--form", form)
     assert (
-        f"expected what was not trained to be that of alice/base, got another {frozen}"
-        in (done["err"])
+        f"--form {form}: expected what was not trained to be that of alice/base, got another "
+        f"{frozen}" in done["err"]
     )
     assert "alice/changed" not in hub.repos
 
