@@ -579,7 +579,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             self.config.base_vocab_size = vocab_size
         num_classes = self.num_classes(self.config)
         if num_classes != len(self.dist_head.weight):
-            self.dist_head = resized_head(self.dist_head, num_classes)
+            heads = {name: head for name, head in self.named_modules() if isinstance(head, Head)}
+            for name, head in heads.items():  # PEFT keeps the old one beside what it trains
+                self.set_submodule(name, resized_head(head, num_classes))
             self.tie_weights()
         return embeddings
 

@@ -504,6 +504,19 @@ def test_an_adapter_holds_the_embeddings_of_a_resized_vocabulary(bases, tmp_path
     torch.testing.assert_close(again(new).logits, model(new).logits)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_vocabulary_is_resized_under_peft_too(bases):
+    plain = make(bases)
+    plain.resize_token_embeddings(V + 2)
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["dist_head"]}
+    wrapped = get_peft_model(make(bases), LoraConfig(r=2, **options))
+    wrapped.resize_token_embeddings(V + 2)
+    assert torch.equal(wrapped(ROWS).logits, plain(ROWS).logits)
+    assert wrapped.active_head.weight.requires_grad
+    with wrapped.disable_adapter():
+        assert torch.equal(wrapped(ROWS).logits, plain(ROWS).logits)
+
+
 def test_a_configuration_says_and_takes_the_sizes_of_its_body(bases, tmp_path):
     """PEFT loads the configuration of any base by this class, to compare vocabularies."""
     config = make(bases).config
