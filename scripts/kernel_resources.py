@@ -51,8 +51,8 @@ class Compiler:
         self.found: dict[str, dict[str, int]] = {}
 
     def get_current_device(self) -> int:
-        """Return the number of the device."""
-        return 0
+        """Return a number of its own: triton looks up what it compiled by that of the device."""
+        return int(self.target.arch)
 
     def get_current_stream(self, device: int) -> int:
         """Return the stream of a device."""
@@ -65,6 +65,7 @@ class Compiler:
     def compile(self, function: Any, *args: Any, run: Any, **options: Any) -> None:
         """Compile a kernel instead of launching it, and keep the most it takes."""
         kernel = run(function, *args, **options | {"warmup": True})
+        assert kernel.metadata.target.arch == self.target.arch, "compiled for another capability"
         figures = {**assemble(kernel.asm["ptx"]), "shared bytes": kernel.metadata.shared}
         before = self.found.setdefault(function.fn.__name__, figures)
         before.update({name: max(before[name], value) for name, value in figures.items()})
