@@ -3,6 +3,8 @@
 import argparse
 import ctypes
 import difflib
+import errno
+import io
 import os
 import platform
 import signal
@@ -94,9 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class LastingStream:
-    """A stream into a pipe that lasts when its reader is gone: the rest is dropped.
+    """A stream that lasts when its reader is gone: the rest is dropped.
 
-    A run is not lost with its terminal, `tee` or `head`, which a SIGTERM to a whole job ends too.
+    A run is not lost with its terminal, `tee` or `head`, which a SIGTERM to a whole job ends too,
+    nor by letters that the terminal does not have.
 
     Args:
         stream: None if it was closed before the program began.
@@ -104,6 +107,8 @@ class LastingStream:
 
     def __init__(self, stream: Any):
         self._stream = stream or Path(os.devnull).open("w")  # noqa: SIM115 - until the end
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -119,7 +124,9 @@ class LastingStream:
     def _try(self, call: Callable[..., Any], *arguments: str) -> Any:
         try:
             return call(*arguments)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, of a terminal
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 

@@ -1,8 +1,10 @@
 """The command line: exit codes, one-line errors, entry points, and what is imported when."""
 
 import argparse
+import io
 import json
 import logging
+import os
 import runpy
 import shlex
 import subprocess
@@ -23,7 +25,7 @@ from harmonic_sft.config import to_plain
 from harmonic_sft.hub import PushError
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.run_config import RunConfig, load_run_config
-from harmonic_sft_cli import EXAMPLES, _parser, configurations, main
+from harmonic_sft_cli import EXAMPLES, LastingStream, _parser, configurations, main
 from tests.elsewhere import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -529,21 +531,32 @@ def test_scripts_sft_runs_under_accelerate_launch():
     assert last == "harmonic-sft train: error: unrecognized arguments: --dry-runn"
 
 
-def test_a_stream_lasts_when_its_reader_is_gone():
-    """As `tee` is after a SIGTERM to all processes of a job."""
+@pytest.mark.parametrize("channel", [os.pipe, os.openpty])
+def test_a_stream_lasts_when_its_reader_is_gone(channel):
+    """As `tee` is after a SIGTERM to all processes of a job, or the terminal of a disowned one."""
     program = (
         "import sys; from harmonic_sft_cli import LastingStream;"
         "out = LastingStream(sys.stdout); sys.stdin.read();"
         "print('a' * 100_000, file=out, flush=True); print('b', file=out, flush=True);"
         "print('end', file=sys.stderr)"
     )
+    reader, writer = channel()
     with subprocess.Popen(
         [sys.executable, "-c", program],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=writer,
         stderr=subprocess.PIPE,
+        start_new_session=True,
     ) as process:
-        process.stdout.close()
+        os.close(writer)
+        os.close(reader)
         process.stdin.close()
         said = process.stderr.read()
     assert (process.returncode, said) == (0, b"end\n")
+
+
+def test_letters_that_a_terminal_does_not_have_are_escaped():
+    """Such as a run's name in the closing table, before the model is pushed."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
+    LastingStream(stream).write("runs/\u6771 \xfc")
+    assert stream.buffer.getvalue() == b"runs/\\u6771 \xfc"
