@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -157,7 +158,7 @@ def show_closing_table(results: dict[str, Any]) -> None:
 
 def show_next_steps(folder: Path, task: str) -> None:
     """Say what to type to load, evaluate and publish a finished run."""
-    model_class = MODELS[task].__name__
+    model_class, quoted = MODELS[task].__name__, shlex.quote(str(folder))
     logger.info(
         "Load:      from harmonic_sft import %s; model = %s.from_pretrained(%r)\n"
         "Evaluate:  harmonic-sft eval %s data=FILE\n"
@@ -165,8 +166,8 @@ def show_next_steps(folder: Path, task: str) -> None:
         model_class,
         model_class,
         str(folder),
-        folder,
-        folder,
+        quoted,
+        quoted,
     )
 
 

@@ -16,21 +16,23 @@ from harmonic_sft.training.run_config import HExpConfig
 from tests.training.conftest import AtStep, start, trained, weights_in
 
 
-def test_progress_bars_are_labeled_and_the_end_says_what_to_type(make_yaml, capsys, caplog):
+def test_progress_bars_are_labeled_and_the_end_says_what_to_type(
+    make_yaml, tmp_path, capsys, caplog
+):
     caplog.set_level("INFO")
-    path = make_yaml(training={"disable_tqdm": False, "max_steps": 2})
-    start(path)
+    folder = tmp_path / "my run"
+    training = {"disable_tqdm": False, "max_steps": 2, "output_dir": str(folder)}
+    start(make_yaml(training=training))
     shown = capsys.readouterr().err
     bars = {line.strip() for line in re.findall(r"([A-Z][\w ]*|):? +\d+%\|", shown)}
     assert {"Training", "Evaluating"} <= bars
     assert "" not in bars
-    folder = path.parent / "run"
     code = caplog.messages[-1].splitlines()[0].removeprefix("Load:").strip()
     found = {}
     exec(code, found)  # what is printed can be typed
     assert type(found["model"]).__name__ == "HarmonicForMaskedLM"
-    assert f"harmonic-sft eval {folder} data=FILE" in caplog.messages[-1]
-    assert f"harmonic-sft push {folder} --repo-id OWNER/NAME" in caplog.messages[-1]
+    assert f"harmonic-sft eval '{folder}' data=FILE" in caplog.messages[-1]
+    assert f"harmonic-sft push '{folder}' --repo-id OWNER/NAME" in caplog.messages[-1]
 
 
 def test_the_exponent_is_linear_and_stateless():
