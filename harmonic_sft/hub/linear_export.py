@@ -121,7 +121,7 @@ def export_linear(folder: Path, target: Path) -> Path:
         else:
             native.save_pretrained(draft)
         card = _metadata(folder, model.config, native is not None) + _readme(model, head, native)
-        (draft / "README.md").write_text(card)
+        (draft / "README.md").write_text(card, encoding="utf-8")
         copy_tokenizer(folder, draft)
         draft.replace(place)  # whole or not at all
     return target

@@ -273,7 +273,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _read(info: ModelInfo, name: str) -> dict[str, Any]:
     """Read a JSON file of the repo; what is no mapping, or broken, is empty."""
     try:
-        content = json.loads(Path(hf_hub_download(info.id, name, revision=info.sha)).read_text())
+        content = json.loads(Path(hf_hub_download(info.id, name, revision=info.sha)).read_bytes())
     except ValueError:
         content = None
     return content if isinstance(content, dict) else {}

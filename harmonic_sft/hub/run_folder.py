@@ -114,7 +114,7 @@ def read_trained(folder: Path) -> TrainedFolder:
     finished = folder == home and results.is_file()
     state, run = folder / "trainer_state.json", _read_run(home)
     with reading(state):
-        saved = json.loads(state.read_text()) if state.is_file() else None
+        saved = json.loads(state.read_bytes()) if state.is_file() else None
         step = None if saved is None else _step_of(saved, run, finished)
     return TrainedFolder(
         path=folder,
@@ -145,7 +145,7 @@ def weight_files(folder: Path) -> list[Path]:
     names, index = [SAFE_WEIGHTS_NAME], folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
         with reading(index):
-            paths = json.loads(index.read_text())["weight_map"].values()
+            paths = json.loads(index.read_bytes())["weight_map"].values()
             names = sorted({Path(path).name for path in paths})  # none leaves the folder
     for name in names:
         if not (folder / name).is_file():

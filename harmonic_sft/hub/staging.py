@@ -115,7 +115,7 @@ def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
         shutil.copyfile(trained.figure, target / figure)
     license = {"license": to.license} if to.license else base_license(trained.config)
     card = model_card(trained, to, figure=figure, license=license)
-    (target / "README.md").write_text(card)
+    (target / "README.md").write_text(card, encoding="utf-8")
     check_clean(target, trained)
 
 
@@ -291,7 +291,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     if not path.is_file():
         return
     with reading(source / path.name):
-        fields = dict(json.loads(path.read_text()))
+        fields = dict(json.loads(path.read_bytes()))
     for module in re.findall(r'"(\w+)\.\w+"', json.dumps(fields.pop("auto_map", None))):
         if (source / f"{module}.py").is_file():  # saved with it only if it was run
             raise ValueError(
@@ -329,7 +329,7 @@ def _state_of_model(trained: TrainedFolder) -> dict[str, Tensor]:
 def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> None:
     """Write the configuration, the code it names, and what an encoder of sentences needs."""
     config = trained.config
-    fields = json.loads((trained.path / "config.json").read_text())
+    fields = json.loads((trained.path / "config.json").read_bytes())
     fields |= {"base_model": public_base(config), "partial": partial}
     for private in (fields, fields["text_config"]):
         private.pop("_name_or_path", None)

@@ -297,7 +297,7 @@ def _drafts(folder: Path, *names: str) -> list[Path]:
 def _is_claim(path: Path) -> bool:
     """Whether a `run.yaml` is as this version writes it, without a comment or a key left out."""
     try:
-        return path.read_text() == to_yaml(_claimed(path.parent))
+        return path.read_text(encoding="utf-8") == to_yaml(_claimed(path.parent))
     except ValueError:
         return False
 
@@ -336,8 +336,8 @@ def check_shared(folder: Path) -> None:
         ValueError: Some do not. Nodes with a folder each could train and save, but not resume.
     """
     state, path = PartialState(), folder / RUN_FILE
-    claim = broadcast_object_list([path.read_text() if state.is_main_process else None])[0]
-    is_here = _comes_true(lambda: path.is_file() and path.read_text() == claim, SHOWN_AFTER)
+    claim = broadcast_object_list([path.read_bytes() if state.is_main_process else None])[0]
+    is_here = _comes_true(lambda: path.is_file() and path.read_bytes() == claim, SHOWN_AFTER)
     elsewhere = gather_object([] if is_here else [state.process_index])
     if elsewhere:
         raise ValueError(

@@ -205,6 +205,20 @@ def test_a_secret_in_the_card_stops_the_push(staged, run_copy):
         staged(trained=trained)
 
 
+def test_what_is_published_is_utf_8_in_every_locale(staged, run_copy, monkeypatch):
+    """In others, special tokens would have become other ones, and the Hub refuses the card."""
+    path = run_copy / "tokenizer_config.json"
+    fields = {**json.loads(path.read_text()), "sep_token": "<\xfc>"}
+    path.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+    trained = read_trained(run_copy)
+    trained.run["data"]["sources"][0]["path"] = "\xfc.txt"
+    monkeypatch.setattr("io.text_encoding", lambda encoding, level=2: encoding or "latin-1")
+    target = staged(trained=trained)
+    published = json.loads((target / path.name).read_text(encoding="utf-8"))
+    assert published["sep_token"] == fields["sep_token"]
+    assert "\xfc.txt" in (target / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
