@@ -47,6 +47,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "frozen": None,
     "linear, means": {"name": "linear"},
 }
+WORTH_IT = "worth it"
 CONTROL = "linear, means"  # added after the results of the primary cell; outside of Holm's family
 
 
@@ -489,9 +490,15 @@ def summarize(
                         row[key] = _row(runs, by[arm], found[CONTROL], read)["gain"]
                 setting = {"cell": name, "rates_of": tuned, "arm": arm, "rate": chosen[arm]}
                 rows.append({**setting, "edge": edge, **row})
-    others = [r for r in rows if r["arm"] not in ("linear", CONTROL) and not _is_primary(r)]
-    reject(others)
+    _correct([r for r in rows if r["arm"] not in ("linear", CONTROL) and not _is_primary(r)])
     return rows
+
+
+def _correct(rows: list[dict[str, Any]]) -> None:
+    reject(rows)
+    for row in rows:
+        if row["gain_verdict"] == WORTH_IT and not row["rejected"]:
+            row["gain_verdict"] = UNDECIDED
 
 
 def _is_primary(row: dict[str, Any]) -> bool:
@@ -531,7 +538,7 @@ def verdict(gain: dict[str, Any], margin: float) -> str:
     if half_width is None:
         return UNDECIDED
     if mean > half_width and mean >= margin:
-        return "worth it"
+        return WORTH_IT
     return "not worth it" if mean + half_width < margin else UNDECIDED
 
 

@@ -1,6 +1,7 @@
 """Rows, wrong labels, read-outs and verdicts against plain computations; three steps of all."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from experiments.worth_it.classes import (
     run_once,
     verdict,
 )
+from experiments.worth_it.store import Store
 
 pytestmark = pytest.mark.usefixtures("small")
 
@@ -156,6 +158,20 @@ def test_the_tuning_seed_never_sees_the_test_part(task):
 def test_the_words_are_those_of_the_protocol(mean, high, word):
     half_width = None if high is None else high - mean
     assert verdict({"mean": mean, "half_width": half_width}, 0.01) == word
+
+
+def test_a_gain_that_holm_does_not_reject_is_undecided():
+    path = Path(__file__).parents[3] / "docs" / "worth_it" / "classes.jsonl"
+    store = Store(path, classes.KEYS, deadline=0)  # nothing is trained
+    cells = classes.CELLS["block"]
+    rates = classes.run_cells(store, path.parent, REGIMES["block"], cells, 5, "")
+    rows = classes.summarize(store, REGIMES["block"], rates, 5)
+    words = {(row["cell"], row["arm"]): row["gain_verdict"] for row in rows}
+    few = classes.cell_name(Cell("banking77", 5, 0.0))
+    assert words[few, "cosine"] == words[few, "annealed"] == "undecided"
+    primary = classes.cell_name(PRIMARY)
+    assert words[primary, "dist -12"] == words[primary, "cosine"] == "worth it"
+    assert all(row.get("rejected", True) for row in rows if row["gain_verdict"] == "worth it")
 
 
 def test_the_cost_of_noise_is_a_difference_of_differences():
