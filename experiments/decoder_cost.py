@@ -45,6 +45,9 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=VOCAB_SIZES)
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
+    for key, least in (("rounds", 1), ("hidden_size", 64)):
+        if vars(options)[key] < least:
+            raise ValueError(f"{key}: expected at least {least}, got {vars(options)[key]}")
     tokens = options.batch_size * options.length
     results = {}
     for vocab_size in options.vocab_sizes:

@@ -73,6 +73,8 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--small", action="store_true", help="a tiny shape: a rehearsal")
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
+    if options.seeds < 1:
+        raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
     options.output.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, num_rows = (SMALL, 2) if options.small else (SHAPE, ROWS)

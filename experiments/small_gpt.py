@@ -97,9 +97,6 @@ def main(name: str, arguments: Sequence[str]) -> None:
     """Train every arm, adapt each to a few rows of another text, and run the policy loop.
 
     What was trained is a line of OUTPUT/runs.jsonl and not trained again.
-
-    Raises:
-        ValueError: A text is missing.
     """
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with `text`")

@@ -23,11 +23,7 @@ QUICK_STEPS = 3
 
 
 def main(name: str, arguments: Sequence[str]) -> None:
-    """Run a part of the protocol in experiments/worth_it/README.md, or tabulate what was run.
-
-    Raises:
-        ValueError: No seed.
-    """
+    """Run a part of the protocol in experiments/worth_it/README.md, or tabulate what was run."""
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("data", type=Path, help="a folder with probing/, text/ and tokenizer/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of runs of neobert")

@@ -30,6 +30,9 @@ def test_small_models_run_three_epochs_by_their_command(name, tmp_path, capsys):
         (["grokking"], "'draw'], got 'grokking'"),
         (["multi_head_toy", "--seeds", "0"], "seeds: expected at least 1, got 0"),
         (["multi_head_toy", "--epochs", "-1"], "epochs: expected at least 1, got -1"),
+        (["gpt2_small", "--small", "--seeds", "0"], "seeds: expected at least 1, got 0"),
+        (["decoder_cost", "--rounds", "0"], "rounds: expected at least 1, got 0"),
+        (["decoder_cost", "--hidden-size", "32"], "hidden_size: expected at least 64, got 32"),
         (["draw", "family", "none.json", "x.png"], "results: expected an existing JSON file"),
     ],
 )
@@ -48,4 +51,6 @@ def test_every_name_has_help(name, capsys):
     with pytest.raises(SystemExit) as exit_:
         main([name, "--help"])
     assert exit_.value.code == 0
-    assert f"python -m experiments {name}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"python -m experiments {name}" in shown
+    assert "Raises" not in shown
