@@ -58,9 +58,10 @@ def main(name: str, arguments: Sequence[str]) -> None:
         "--out", "--output", type=Path, default=Path("runs") / name, help="a folder"
     )
     options = parser.parse_args(arguments)
-    for key in ("epochs", "penalty", "weight_decay"):
-        is_known = options.figure in CELLS or (key, options.figure) == ("epochs", "4-mnist")
-        if vars(options)[key] is not None and not is_known:
+    for key in ("epochs", "penalty", "weight_decay", "only", "tabulate"):
+        beside = (key, options.figure) in (("epochs", "4-mnist"), ("only", "5"))
+        is_known = options.figure in CELLS or beside
+        if vars(options)[key] != parser.get_default(key) and not is_known:
             raise ValueError(f"{key}: expected nothing for figure {options.figure}, got a value")
     if options.quick:
         options.seeds, options.epochs = 2, 1
