@@ -283,6 +283,7 @@ def _add_costs(rows: Sequence[Row], finished: dict[str, list[Finished]]) -> None
     for name, run in first.items():
         model = load_trained(run.output_dir).to(device)
         head = model.dist_head.train()
+        assert run.loss is not None, "a file names its loss"
         steps[name] = HeadStep(head, run.loss.prepare(head), *_scored(model, batch))
     logger.info("Measuring head and loss: %d rounds of %d", ROUNDS, len(steps))
     costs = measure(steps, baseline=BASELINE, rounds=ROUNDS, device=device)

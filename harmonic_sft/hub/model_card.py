@@ -253,6 +253,8 @@ def _hyperparameters(run: dict[str, Any]) -> Iterator[tuple[str, str]]:
             and not PRIVATE_SETTINGS.match(name)
         },
     }
+    if run.get("loss", "") is None:
+        sections["loss"] = "a function of the author's own"
     for name, value in leaves(sections).items():
         if value is not None and value != [] and not _holds_path(value):
             whole = isinstance(value, float) and value.is_integer()

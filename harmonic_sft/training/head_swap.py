@@ -145,6 +145,7 @@ def apply_fit_(trainer: HarmonicTrainer, fit: HExpFit) -> None:
     """
     h_exp, loss = trainer.run_config.h_exp, trainer.run_config.loss
     assert h_exp is not None, "only a distance head is fitted"
+    assert loss is not None, "a file names its loss"
     trainer.model.dist_head.weight.mul_(fit.scale)
     # A loss may hold a copy of the prototypes; that of distillation is of the old head.
     if fit.scale != 1 and not isinstance(loss, DistillLoss):

@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.hub.run_folder import check_saved
-from harmonic_sft.losses import InfoNCELoss, SumLoss
+from harmonic_sft.losses import DistillLoss, InfoNCELoss, SumLoss
 from harmonic_sft.results import (
     leaves,
     read_results,
@@ -229,7 +229,7 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
         "schedule.decay_ratio above 0": schedule is not None and schedule.decay_ratio > 0,
         f"lr_scheduler_type {kind}": schedule is None and not kind.startswith("constant"),
         f"a warmup of {warmup} steps": warmup > last_step,
-        "an annealed loss": run.loss.name == "distill",
+        "an annealed loss": isinstance(run.loss, DistillLoss),
         "no checkpoint": last_checkpoint(run.output_dir) is None,
     }
     found = [reason for reason, holds in reasons.items() if holds]
@@ -257,10 +257,12 @@ def _changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:
     An address that is signed again is the same one.
     """
     before, after = (leaves(without_secrets(plain)) for plain in (old, to_plain(new)))
+    # What a function of the caller's was before is not known.
+    free = FREE_KEYS if new.loss is not None else (*FREE_KEYS, "loss")
     return sorted(
         key
         for key in before.keys() | after.keys()
-        if before.get(key) != after.get(key) and not key.startswith(FREE_KEYS)
+        if before.get(key) != after.get(key) and not key.startswith(free)
     )
 
 

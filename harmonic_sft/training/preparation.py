@@ -89,6 +89,7 @@ class Preparation:
         collator: Any,
         formatting_func: Callable[[dict[str, Any]], str] | None,
         is_stream: bool,
+        has_own_loss: bool,
     ):
         model = os.fspath(model) if isinstance(model, os.PathLike) else model
         _check_model(model)
@@ -104,6 +105,9 @@ class Preparation:
                 "would not see, got one. Leave it out, or make the rows before"
             )
         self.model, self.args, self._is_stream = model, args, is_stream
+        if isinstance(model, HarmonicHeadModel) and args.loss is None:
+            has_own_loss |= not model.loss_fn.__module__.startswith("harmonic_sft.")
+        self._has_own_loss = has_own_loss
         self._peft = as_peft_config(peft_config)
         self._format = formatting_func
         self._given_tokenizer = tokenizer
@@ -152,6 +156,8 @@ class Preparation:
             context_length=min(longest, DEFAULT_LENGTH),
         )
         check_base_config(self.config, self._base)
+        if self._has_own_loss:
+            self.config = replace(self.config, loss=None)
         return self.config
 
     def configure_trial(self) -> RunConfig:
@@ -354,12 +360,8 @@ class Preparation:
             if train is not None:
                 old = self.model.loss_fn
                 prepare_model_(self.model, run)
-                if self.args.loss is None and not old.__module__.startswith("harmonic_sft."):
-                    self.model.loss_fn = old  # the user's own
-                elif self.args.loss is None and old not in (
-                    negative_log_likelihood,
-                    self.model.loss_fn,
-                ):
+                is_default = run.loss is not None and self.args.loss is None
+                if is_default and old not in (negative_log_likelihood, self.model.loss_fn):
                     logger.warning(
                         "loss: %s, the default, in place of the model's %s. Name the other to keep "
                         "it.",
@@ -577,7 +579,7 @@ def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | No
         if old_head is None:
             raise ValueError("loss distill: expected a base with a head of its own, got none")
         model.loss_fn = run.loss.prepare(old_head, old_body)
-    else:
+    elif run.loss is not None:
         model.loss_fn = run.loss.prepare(model.dist_head)
 
 

@@ -113,9 +113,14 @@ def check_run(run: RunConfig) -> None:
     """Refuse what can be refused before anything is loaded, without a network.
 
     Raises:
-        ValueError: No evaluation, a missing file, a launch or a folder that cannot be used, or a
-            reporter that is not installed.
+        ValueError: No loss or evaluation, a missing file, a launch or a folder that cannot be used,
+            or a reporter that is not installed.
     """
+    if run.loss is None:
+        raise ValueError(
+            "loss: expected the name of a loss, got null. A run with a loss function of your own "
+            "continues from Python"
+        )
     if run.data.eval.documents < 1 and run.data.eval.source is None:
         raise ValueError("data.eval.documents: expected at least 1, got 0. A run is evaluated")
     for number, source in enumerate(run.data.sources):

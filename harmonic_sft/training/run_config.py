@@ -23,7 +23,7 @@ from harmonic_sft.config import (
     to_plain,
 )
 from harmonic_sft.data import DataConfig, MaskConfig, check_label_settings
-from harmonic_sft.losses import LOSSES
+from harmonic_sft.losses import LOSSES, DistillLoss
 from harmonic_sft.models import HEADS, build_head
 
 if TYPE_CHECKING:
@@ -333,7 +333,8 @@ class RunConfig:
         "{start, end} moves it from one to the other",
     )
     peft: PeftConfig | None = Field(None, description="LoRA on the frozen blocks")
-    loss: LossSection
+    # None stands for a function of the caller's, which a file cannot name.
+    loss: LossSection | None
     data: DataConfig
     training: dict[str, Any] = Field(description="transformers.TrainingArguments")
     schedule: ScheduleConfig | None = Field(
@@ -517,7 +518,7 @@ def _check_task(run: RunConfig) -> None:
             "data.mask: expected nothing for causal_lm, got a section. A decoder predicts every "
             "token from those before it; remove it"
         )
-    if run.loss.name == "distill" and task != "causal_lm":
+    if isinstance(run.loss, DistillLoss) and task != "causal_lm":
         raise ValueError(
             f"loss.name: expected another one for {task}, got 'distill'. Only the head "
             "of a published decoder is kept as the teacher"
@@ -537,7 +538,8 @@ def _check_head(run: RunConfig) -> None:
             f"h_exp: expected nothing for a {name} head, got {got}. Remove it, on the command line "
             "by h_exp=null"
         )
-    run.loss.check(head)
+    if run.loss is not None:
+        run.loss.check(head)
     if run.h_exp is not None and run.h_exp.calibrate and not head.scaled_by_h_exp:
         raise ValueError(
             f"h_exp.calibrate: expected false for head {name}, got true. Its logits are not "

@@ -141,6 +141,7 @@ class HarmonicTrainer(ResumableTrainer):
             collator=data_collator,
             formatting_func=formatting_func,
             is_stream=isinstance(train_dataset, datasets.IterableDataset | StreamedRows),
+            has_own_loss=compute_loss_func is not None,
         )
         train_dataset = preparation.train_rows(train_dataset)
         _check_batch(train_dataset, args)

@@ -107,6 +107,13 @@ def leaves(node):
         yield node
 
 
+def test_a_loss_function_of_the_users_own_is_not_called_harmonic():
+    assert "`loss.name`: `harmonic`" in make_card()
+    card = make_card(run=make_run(loss=None))
+    assert "`loss`: `a function of the author's own`" in card
+    assert "`loss.name`" not in card
+
+
 def test_the_metadata_reads_back_with_the_exact_numbers():
     results = make_results()
     data = ModelCard(make_card(results=results)).data

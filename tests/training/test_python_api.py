@@ -37,9 +37,11 @@ from harmonic_sft import (
     HarmonicTrainingArguments,
     train,
 )
+from harmonic_sft.config import read_yaml
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.preparation import task_of
+from harmonic_sft.training.run import check_run
 from tests.training.conftest import logged, losses, trained
 
 AS_IN_YAML = {
@@ -324,6 +326,10 @@ def test_a_loss_function_of_the_user_sees_logits_and_labels(arguments, make):
     expected.train()
     assert seen[0][0] == seen[0][1]
     assert losses(trainer) == pytest.approx(losses(expected), rel=1e-5)
+    file = trainer.run_config.output_dir / "run.yaml"
+    assert read_yaml(file)["loss"] is None
+    with pytest.raises(ValueError, match=r"^loss: expected the name of a loss, got null"):
+        check_run(load_run_config(file, ["resume=true"]))
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder", "decoder without a head"])
