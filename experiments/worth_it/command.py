@@ -171,12 +171,42 @@ def _bottleneck(options: argparse.Namespace) -> None:
     _keep(options, "bottleneck", payload, draw_bottleneck)
 
 
-def _language(options: argparse.Namespace) -> None:
-    store = _store(options, "language", language.KEYS)
+def _language_runs(
+    options: argparse.Namespace, name: str, arms: Sequence[str]
+) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
+    """Return learning rates, and the runs of the arms that have all seeds."""
+    store = _store(options, name, language.KEYS)
     num_steps = QUICK_STEPS if options.quick else language.NUM_STEPS
-    rates = language.run_arms(store, options.data, options.seeds, num_steps)
+    rates = language.run_arms(store, options.data, options.seeds, num_steps, arms)
     runs = {arm: store.of_seeds(options.seeds, arm=arm, rate=rate) for arm, rate in rates.items()}
-    found = {arm: rows for arm, rows in runs.items() if rows}
+    return rates, {arm: rows for arm, rows in runs.items() if rows}
+
+
+def _exponents(options: argparse.Namespace) -> None:
+    name = "language_exponents"
+    rates, found = _language_runs(options, name, language.EXPONENTS)
+    gains = {row["arm"]: row for row in language.compare_exponents(found)}
+    rows = [{**row, **gains.get(row["arm"], {})} for row in language.compare(found)]
+    lines = [
+        [
+            row["arm"],
+            rates[row["arm"]],
+            *(show_spread(row.get(key), digits=3) for key in GAINED),
+            HOLM[row.get("rejected")],
+            row.get("verdict"),
+        ]
+        for row in rows
+    ]
+    columns = ["arm", "rate", "loss, nats", "at the best exponent", "gain over -12"]
+    show_table("Other exponents", [*columns, "over linear, wide", "Holm", ""], lines)
+    _keep(options, name, {"rates": rates, "rows": rows}, draw_language)
+
+
+GAINED = ("loss", "best_loss", "gain", "over_wide")
+
+
+def _language(options: argparse.Namespace) -> None:
+    rates, found = _language_runs(options, "language", language.LANGUAGE)
     rows, ceiling = language.compare(found), language.ceiling()
     reject([row for row in rows if row["arm"] in language.ANNEALING], "behind")
     lines = [
@@ -187,7 +217,9 @@ def _language(options: argparse.Namespace) -> None:
         for row in rows
     ]
     columns = ["arm", "loss, nats", "at the best exponent", "behind its rival", "share / linear"]
-    show_table(f"{num_steps} steps, {options.seeds} seeds", [*columns, "alignment / linear"], lines)
+    show_table(
+        f"A tiny language model, {options.seeds} seeds", [*columns, "alignment / linear"], lines
+    )
     biases = language.compare_biases(found)
     lines = [
         [row["arm"], row["over"], show_interval(row["gain"], digits=3), row.get("rejected")]
@@ -267,5 +299,6 @@ PARTS = {
     "bias": _masked,
     "bottleneck": _bottleneck,
     "language": _language,
+    "exponents": _exponents,
     "neobert": _neobert,
 }

@@ -17,16 +17,19 @@ from experiments.worth_it.bottleneck import probe
 from experiments.worth_it.classes import (
     FACTORS,
     TUNING_SEED,
+    WORTH_IT,
     fit_inverse_temperature,
     rate_factor,
+    verdict,
 )
 from experiments.worth_it.store import Store, best_rate
-from harmonic_sft.eval.statistics import t_interval
+from harmonic_sft.eval.statistics import UNDECIDED, t_interval
 from harmonic_sft.models import DistLayer, Head, build_head
 from harmonic_sft.models.head import DistanceLogits
 
 CONTEXT, WIDTH, ROWS, NUM_STEPS, PROBE_EVERY = 64, 64, 8, 200, 50
 LEARNING_RATE = 3e-3
+MARGIN = 0.02  # nats
 KEYS = ("arm", "rate", "seed")
 ANNEALING = ("annealed", "annealed early", "there and back", "euclid annealed")
 BOTTLENECK = ("linear", "dist -12", "cosine", "mixture")
@@ -70,6 +73,15 @@ ARMS |= {"linear, bias": Arm({"name": "linear"}), "dist -12, bias": Arm(SPHERE)}
 ARMS["linear, wide"] = ARMS["linear"]
 # Part 3b: a scale that is learned while the exponent is annealed.
 ARMS["annealed, scale"] = ARMS["annealed"]
+# Part 3c: other exponents than -12, beside two arms that are made again.
+LANGUAGE = tuple(ARMS)
+STEEPER = {
+    "dist -24": Arm({**SPHERE, "h_exp": -24.0}),
+    "dist -48": Arm({**SPHERE, "h_exp": -48.0}),
+    "dist, learned exponent": Arm({**SPHERE, "learn_h_exp": True}),
+}
+ARMS |= STEEPER
+EXPONENTS = ("dist -12", "linear, wide", *STEEPER)
 
 
 class BiasedDistLayer(DistLayer):
@@ -148,7 +160,7 @@ def run_once(
     Returns:
         `curve`, a list of `step` and what `probe` returns; `loss` on the second half of the
         held-out rows, and `best_loss`, at the exponent or temperature fitted on the first half;
-        `scale`, where one is learned beside the exponent.
+        `scale`, where one is learned beside the exponent; `h_exp` at the end, where it is learned.
     """
     vocab_size = int(max(train.max(), held_out.max())) + 1
     body, head = build(arm, seed, vocab_size)
@@ -171,7 +183,11 @@ def run_once(
         head.renormalize_()
         if (step + 1) % PROBE_EVERY == 0 or step + 1 == num_steps:
             curve.append({"step": step + 1, **_probe(body, head, held_out)})
-    learned = {"scale": head.log_scale.exp().item()} if isinstance(head, ScaledDistLayer) else {}
+    learned = {}
+    if isinstance(head, ScaledDistLayer):
+        learned["scale"] = head.log_scale.exp().item()
+    if "learn_h_exp" in ARMS[arm].settings:
+        learned["h_exp"] = head.h_exp
     return {"curve": curve, **_losses(body, head, held_out), **learned}
 
 
@@ -196,8 +212,10 @@ def _losses(body: nn.Module, head: Head, held_out: Tensor) -> dict[str, float]:
     }
 
 
-def run_arms(store: Store, folder: Path, num_seeds: int, num_steps: int) -> dict[str, float]:
-    """Train all arms, as far as the time goes, and return their learning rates.
+def run_arms(
+    store: Store, folder: Path, num_seeds: int, num_steps: int, arms: Sequence[str] = LANGUAGE
+) -> dict[str, float]:
+    """Train arms, as far as the time goes, and return their learning rates.
 
     A rate is the best on the first half of the held-out rows, with a seed of its own.
     """
@@ -208,7 +226,7 @@ def run_arms(store: Store, folder: Path, num_seeds: int, num_steps: int) -> dict
         key = {"arm": arm, "rate": rate, "seed": seed}
         return store.get(lambda: run_once(arm, rate, seed, train, held_out, num_steps), **key)
 
-    for arm in ARMS:
+    for arm in arms:
         owner = ARMS[arm].rate_of or arm
         tried = [kept(owner, factor * LEARNING_RATE, TUNING_SEED) for factor in FACTORS]
         rate = best_rate(tried, "validation_loss")
@@ -282,6 +300,26 @@ def compare_biases(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
     for arm, over in contrasts:
         rows.append({"arm": arm, "over": over, "gain": _behind(runs[over], runs[arm])})
     reject(rows[1:])
+    return rows
+
+
+def compare_exponents(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the gains of part 3c; empty until its arms are complete.
+
+    Returns:
+        `arm`; `gain` over dist -12 and `over_wide`, over the wide linear head, in nats (see
+        `t_interval`); `rejected`, whether Holm's procedure rejects the gain; `verdict`.
+    """
+    if any(arm not in runs for arm in EXPONENTS):
+        return []
+    rows: list[dict[str, Any]] = []
+    for arm in STEEPER:
+        gain, over_wide = (_behind(runs[over], runs[arm]) for over in ("dist -12", "linear, wide"))
+        rows.append({"arm": arm, "gain": gain, "over_wide": over_wide})
+    reject(rows)
+    for row in rows:
+        word = verdict(row["gain"], MARGIN)
+        row["verdict"] = UNDECIDED if word == WORTH_IT and not row["rejected"] else word
     return rows
 
 

@@ -68,11 +68,15 @@ def test_language_compares_all_arms(tmp_path, monkeypatch):
     arguments = ["worth_it", str(tmp_path), "--part", "language", "--quick"]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     found = read(tmp_path, "language")
-    assert {row["arm"] for row in found["rows"]} == set(language.ARMS)
+    assert {row["arm"] for row in found["rows"]} == set(language.LANGUAGE)
     assert {row["arm"] for row in found["rows"] if "rejected" in row} == set(language.ANNEALING)
     assert len(found["ceiling"]) == 6
     assert len(found["biases"]) == 4
     assert imread(tmp_path / "quick_language.png").shape[1] > 800
+    assert main([*arguments[:3], "exponents", "--quick", "--output", str(tmp_path)]) == 0
+    rows = {row["arm"]: row for row in read(tmp_path, "language_exponents")["rows"]}
+    assert set(rows) == set(language.EXPONENTS)
+    assert {arm for arm, row in rows.items() if "verdict" in row} == set(language.STEEPER)
 
 
 @pytest.mark.slow

@@ -120,3 +120,35 @@ def test_the_learned_scale_is_written_and_is_trained():
     run = run_once("annealed, scale", 1e-3, 0, rows.flatten(), rows, 3)
     assert run["scale"] != 1.0
     assert "scale" not in run_once("annealed", 1e-3, 0, rows.flatten(), rows, 1)
+
+
+def test_another_exponent_is_better_by_margin_interval_and_holm():
+    def runs(*losses):
+        return [{"best_loss": loss} for loss in losses]
+
+    found = {
+        "dist -12": runs(4.3, 4.4, 4.5),
+        "linear, wide": runs(4.2, 4.3, 4.4),
+        "dist -24": runs(4.25, 4.349, 4.451),
+        "dist -48": runs(4.29, 4.391, 4.489),
+        "dist, learned exponent": runs(4.2, 4.4, 4.45),
+    }
+    rows = language.compare_exponents(found)
+    assert [row["verdict"] for row in rows] == ["worth it", "not worth it", "undecided"]
+    assert rows[0]["gain"]["mean"] == pytest.approx(0.05)
+    assert rows[0]["over_wide"]["mean"] == pytest.approx(-0.05)
+    # Holm over the three: an interval above 0 alone is not enough.
+    found |= {arm: runs(4.25, 4.368, 4.432) for arm in language.STEEPER}
+    rows = language.compare_exponents(found)
+    assert all(row["gain"]["mean"] > row["gain"]["half_width"] for row in rows)
+    assert {row["verdict"] for row in rows} == {"undecided"}
+    del found["dist -48"]
+    assert language.compare_exponents(found) == []
+
+
+def test_the_learned_exponent_starts_at_12_and_is_written():
+    rows = torch.randint(60, (4, 65), generator=torch.Generator().manual_seed(0))
+    runs = [run_once("dist, learned exponent", 1e-3, 0, rows.flatten(), rows, n) for n in (1, 9)]
+    assert runs[0]["h_exp"] == pytest.approx(-12, abs=0.1)
+    assert runs[1]["h_exp"] != runs[0]["h_exp"]
+    assert "h_exp" not in run_once("dist -24", 1e-3, 0, rows.flatten(), rows, 1)
