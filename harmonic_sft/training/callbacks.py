@@ -145,7 +145,7 @@ class TerminationCallback(TrainerCallback):
         """
         if self.agreed and control.should_training_stop:
             is_end = _ends_epoch(state)
-            control.should_save &= is_end
+            control.should_save = is_end
             control.should_evaluate &= is_end
             control.should_log &= is_end
         control.should_save |= self._saves_later

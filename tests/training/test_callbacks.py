@@ -83,6 +83,14 @@ class TerminateAtEvaluation(TrainerCallback):
             signal.raise_signal(signal.SIGTERM)
 
 
+class TerminateAtEnd(TrainerCallback):
+    """Sends the signal when all steps are taken."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == state.max_steps:
+            signal.raise_signal(signal.SIGTERM)
+
+
 TWO_EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": 32}  # 8 steps
 
 
@@ -97,6 +105,12 @@ def test_a_sigterm_in_the_evaluation_of_the_last_step_leaves_its_checkpoint(
     with add_callbacks(TerminateAtEvaluation()), pytest.raises(SystemExit):
         start(path)
     assert (tmp_path / "run" / "checkpoint-8" / "manifest.json").is_file()
+
+
+def test_a_sigterm_after_the_last_step_leaves_its_checkpoint(make_yaml, tmp_path, add_callbacks):
+    with add_callbacks(TerminateAtEnd()), pytest.raises(SystemExit):
+        start(make_yaml(training={"max_steps": 1, "save_strategy": "no"}))
+    assert (tmp_path / "run" / "checkpoint-1" / "manifest.json").is_file()
 
 
 def test_a_kill_in_the_closing_evaluation_costs_no_weights(
