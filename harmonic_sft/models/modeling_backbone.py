@@ -581,7 +581,8 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         if num_classes != len(self.dist_head.weight):
             heads = {name: head for name, head in self.named_modules() if isinstance(head, Head)}
             for name, head in heads.items():  # PEFT keeps the old one beside what it trains
-                self.set_submodule(name, resized_head(head, num_classes))
+                if name.rpartition(".inner")[0] not in heads:  # which resizes it too
+                    self.set_submodule(name, resized_head(head, num_classes))
             self.tie_weights()
         return embeddings
 

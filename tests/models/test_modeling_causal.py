@@ -526,6 +526,13 @@ def test_a_vocabulary_is_resized_under_peft_too(bases):
         assert torch.equal(wrapped(ROWS).logits, plain(ROWS).logits)
 
 
+def test_new_prototypes_of_a_mixture_have_slices_of_norm_1(bases):
+    """The head inside it would bring whole rows to norm 1."""
+    model = make(bases, head={"name": "multi_head", "inner": {"name": "cosine"}})
+    model.resize_token_embeddings(V + 2)
+    torch.testing.assert_close(model.dist_head.weight, model.dist_head.prototypes)
+
+
 def test_a_configuration_says_and_takes_the_sizes_of_its_body(bases, tmp_path):
     """PEFT loads the configuration of any base by this class, to compare vocabularies."""
     config = make(bases).config
