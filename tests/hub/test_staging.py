@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from harmonic_sft import models
 from harmonic_sft.hub import Destination, read_trained, stage
-from harmonic_sft.hub.staging import check_adapter, check_form
+from harmonic_sft.hub.staging import check_adapter, check_clean, check_form
 from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForMaskedLM,
@@ -217,6 +217,10 @@ def test_what_is_published_is_utf_8_in_every_locale(staged, run_copy, monkeypatc
     published = json.loads((target / path.name).read_text(encoding="utf-8"))
     assert published["sep_token"] == fields["sep_token"]
     assert "\xfc.txt" in (target / "README.md").read_text(encoding="utf-8")
+    monkeypatch.setenv("HOME", "/home/\xfc")
+    (target / "README.md").write_text("/home/\xfc/notes", encoding="utf-8")
+    with pytest.raises(ValueError, match="nothing private, got the path of your home"):
+        check_clean(target, trained)
 
 
 @pytest.mark.parametrize(
