@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite
-from harmonic_sft.models.partial_checkpoint import BACKBONE, complete_state_dict, hub_base
+from harmonic_sft.models.partial_checkpoint import BACKBONE, base_state_dict, hub_base
 from harmonic_sft.results import read_results, reading, without_secrets
 
 FORMAT = {"format": "pt"}  # of safetensors: transformers asks for it
@@ -104,7 +103,10 @@ def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
             weights = [path.name for path in weight_files(trained.path)]
             _copy(trained.path, target, (*weights, SAFE_WEIGHTS_INDEX_NAME))
         else:
-            _write_parts(trained, target)
+            head = dict(read_tensors(trained.path, ("dist_head.",)))
+            save_file(head, target / HEAD_FILE, FORMAT)
+            if blocks := _trained_blocks(trained):
+                save_file(blocks, target / BLOCKS_FILE, FORMAT)
         _write_config(trained, target, partial=to.form == "head")
         _copy(trained.path, target, ("generation_config.json",))
         (target / LICENSE).write_text(license_of_code())
@@ -176,18 +178,15 @@ def check_completed(trained: TrainedFolder, form: Form) -> None:
     config = trained.config
     if hub_base(config) is None or quantization_method(config) is not None:
         return
-    with tempfile.TemporaryDirectory(prefix="harmonic-sft-push-") as parts:
-        _write_parts(trained, Path(parts))
-        try:
-            completed = complete_state_dict(parts, config, {"revision": None})
-        except (OSError, ValueError) as error:
-            reason = str(error).replace(parts, f"--form {form}").rstrip(".")
-            raise PushError(without_secrets(f"{reason}.")) from None
+    try:
+        base = base_state_dict(f"--form {form}", config, {"revision": None})
+    except ValueError as error:
+        raise PushError(without_secrets(f"{str(error).rstrip('.')}.")) from None
     state = dict(read_tensors(trained.path, (BACKBONE,)))
-    if not state.keys() <= completed.keys():
+    if not state.keys() <= base.keys():
         state = _state_of_model(trained)
-    for name, saved in state.items():
-        if not torch.equal(completed[name].to(saved.dtype), saved):
+    for name in sorted(state.keys() - set(config.trained_parameters or ())):
+        if not torch.equal(base[name].to(state[name].dtype), state[name]):
             raise ValueError(
                 f"--form {form}: expected what was not trained to be that of "
                 f"{config.base_model}, got another {name}, which was changed before the "
@@ -300,14 +299,6 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             )
     fields.pop("name_or_path", None)
     _write_json(path, fields)
-
-
-def _write_parts(trained: TrainedFolder, target: Path) -> None:
-    """Write what was trained, as a partial checkpoint has it."""
-    head = dict(read_tensors(trained.path, ("dist_head.",)))
-    save_file(head, target / HEAD_FILE, FORMAT)
-    if blocks := _trained_blocks(trained):
-        save_file(blocks, target / BLOCKS_FILE, FORMAT)
 
 
 def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:

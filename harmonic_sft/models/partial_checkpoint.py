@@ -53,6 +53,33 @@ def complete_state_dict(
         ValueError: The base cannot be fetched, or is not the model that was trained on.
         OSError: The checkpoint's own files cannot be fetched.
     """
+    trained: dict[str, Tensor] = {}
+    for file in (HEAD_FILE, BLOCKS_FILE):
+        must_exist = file == HEAD_FILE
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=must_exist, **where)
+        if path is not None:
+            trained |= load_state_dict(path)
+    missing = sorted(set(config.trained_parameters or ()) - trained.keys())
+    if missing:
+        raise ValueError(f"{name}: expected weights of all trained parameters, got no {missing[0]}")
+    state_dict = base_state_dict(name, config, where)
+    for key, value in sorted(trained.items()):
+        if key.startswith(BACKBONE) and (
+            key not in state_dict or state_dict[key].shape != value.shape
+        ):
+            raise ValueError(
+                f"base {config.base_model}: expected a weight {key} of shape "
+                f"{list(value.shape)}, got none. It is not the model trained on"
+            )
+    return state_dict | trained
+
+
+def base_state_dict(name: str, config: HarmonicConfig, where: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of the base that completes what is called `name`, by a model's names.
+
+    Raises:
+        ValueError: The base cannot be fetched.
+    """
     base = hub_base(config)
     if base is None:
         raise ValueError(
@@ -70,15 +97,6 @@ def complete_state_dict(
         raise ValueError(
             f"{name}: expected another repo as base, got itself. Use a repo of the form `full`"
         )
-    trained: dict[str, Tensor] = {}
-    for file in (HEAD_FILE, BLOCKS_FILE):
-        must_exist = file == HEAD_FILE
-        path = cached_file(name, file, _raise_exceptions_for_missing_entries=must_exist, **where)
-        if path is not None:
-            trained |= load_state_dict(path)
-    missing = sorted(set(config.trained_parameters or ()) - trained.keys())
-    if missing:
-        raise ValueError(f"{name}: expected weights of all trained parameters, got no {missing[0]}")
     try:
         hub = {key: where[key] for key in HUB_OPTIONS if key in where}
         backbone = _load_base_of(base, config, {**hub, "revision": config.base_revision})
@@ -90,16 +108,7 @@ def complete_state_dict(
             f"{name} holds only what was trained. base: expected {base} at revision "
             f"{config.base_revision}, whose weights it completes, got an error: {reason}.{hint}"
         ) from error
-    state_dict = {f"{BACKBONE}{key}": value for key, value in backbone.state_dict().items()}
-    for key, value in sorted(trained.items()):
-        if key.startswith(BACKBONE) and (
-            key not in state_dict or state_dict[key].shape != value.shape
-        ):
-            raise ValueError(
-                f"base {base}: expected a weight {key} of shape "
-                f"{list(value.shape)}, got none. It is not the model trained on"
-            )
-    return state_dict | trained
+    return {f"{BACKBONE}{key}": value for key, value in backbone.state_dict().items()}
 
 
 def _load_base_of(name: str, config: HarmonicConfig, where: dict[str, Any]) -> PreTrainedModel:
