@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import trainer_log_levels
 
 from harmonic_sft.config import check_fields, load_text, parse, to_plain
-from harmonic_sft.losses import LOSSES
+from harmonic_sft.losses import LOSSES, SumLoss
 from harmonic_sft.training.run_config import (
     CLASSIFICATION,
     DEFAULTS,
@@ -242,7 +242,8 @@ class HarmonicTrainingArguments(TrainingArguments):
         if isinstance(self.loss, type):
             name = self.loss.__name__
             raise ValueError(f"loss: expected a loss, got the class {name}. Write {name}()")
-        is_ours = type(self.loss) in LOSSES.values()
+        parts = [term.loss for term in self.loss.terms] if isinstance(self.loss, SumLoss) else []
+        is_ours = all(type(loss) in LOSSES.values() for loss in [self.loss, *parts])
         if not is_ours and not isinstance(self.loss, str | Mapping | None):
             raise ValueError(
                 f"loss: expected one of harmonic_sft.losses, got {self.loss!r}. One of your own is "

@@ -8,7 +8,7 @@ from accelerate import ParallelismConfig
 from transformers import HfArgumentParser
 
 from harmonic_sft import HarmonicTrainingArguments, WassersteinLoss
-from harmonic_sft.losses import CrossEntropyLoss, KNNLabelSmoothingLoss
+from harmonic_sft.losses import CrossEntropyLoss, KNNLabelSmoothingLoss, SumLoss
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.arguments import check_launch
 
@@ -69,7 +69,7 @@ class OwnLoss(CrossEntropyLoss):
     """A name of ours, which would be read as the loss that has it."""
 
 
-@pytest.mark.parametrize("loss", [OwnLoss(), max])
+@pytest.mark.parametrize("loss", [OwnLoss(), max, SumLoss(terms=[{"loss": OwnLoss()}])])
 def test_a_loss_of_the_users_own_is_refused(loss):
     with pytest.raises(ValueError, match=r"^loss: expected one of .*, got .*compute_loss_func"):
         HarmonicTrainingArguments("runs/own", loss=loss)
