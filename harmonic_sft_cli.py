@@ -90,9 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     with redirect_stdout(LastingStream(sys.stdout)), redirect_stderr(LastingStream(sys.stderr)):
         try:
-            return _main(arguments)
-        finally:
-            sys.stdout.flush()  # Python would at its end, where nobody catches an error
+            try:
+                return _main(arguments)
+            finally:
+                sys.stdout.flush()  # Python would at its end, where nobody catches an error
+        except OSError as error:  # such as a full disk under a log
+            sys.stderr.write(f"error: {error}\n")
+            return 1
 
 
 class LastingStream:
@@ -125,9 +129,10 @@ class LastingStream:
         try:
             return call(*arguments)
         except OSError as error:
+            # Python would try again at its end, and print what it ignores.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, of a terminal
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def _main(arguments: Sequence[str] | None) -> int:

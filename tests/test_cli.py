@@ -555,6 +555,23 @@ def test_a_stream_lasts_when_its_reader_is_gone(channel):
     assert (process.returncode, said) == (0, b"end\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="expected the device of Linux")
+@pytest.mark.parametrize(
+    ("word", "unbuffered"), [("init", "1"), ("init", ""), ("--help", "")], ids=str
+)
+def test_a_full_disk_below_what_is_printed_is_one_line(word, unbuffered):
+    program = "import sys; from harmonic_sft_cli import main; sys.exit(main(sys.argv[1:]))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, word],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"error: [Errno 28] No space left on device\n")
+
+
 def test_letters_that_a_terminal_does_not_have_are_escaped():
     """Such as a run's name in the closing table, before the model is pushed."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", write_through=True)
