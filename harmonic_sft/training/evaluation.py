@@ -10,6 +10,7 @@ from glob import glob
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -113,9 +114,9 @@ def evaluate_folder(
         "environment": environment(),
     }
     show_metrics(str(folder), results, task=found.task)  # also where the folder is read-only
-    write_results(folder / "results", "eval", results)
     if per_document is not None:
         _write_documents(per_document, found, scores, documents)
+    write_results(folder / "results", "eval", results)
     return results
 
 
@@ -187,11 +188,10 @@ def evaluate_suite(
         "environment": environment(),
     }
     show_suite(payload)
-    write_results(folders[0] / "results", "suite", payload)
     if html is not None:
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(report_page(payload), encoding="utf-8")
+        write_whole(html, report_page(payload))
         logger.info("Report: %s", html)
+    write_results(folders[0] / "results", "suite", payload)
     return payload
 
 
@@ -354,17 +354,24 @@ def _sources_of(config: DataConfig) -> list[Source]:
 
 
 def _check_output(option: str, path: Path | None, config: DataConfig) -> None:
-    """Refuse to write over what is read, or where a folder is, before that takes its minutes."""
+    """Refuse to write over what is read, or where no file can be, before that takes its minutes."""
     if path is None:
         return
-    if path.is_dir():
-        raise ValueError(f"{option}: expected a file, got the folder {str(path)!r}")
+    if path.exists() and not path.is_file():  # a device would be replaced
+        raise ValueError(f"{option}: expected a file, got {str(path)!r}, which is none")
     for source in _sources_of(config):
         for name in glob(os.path.expanduser(source.path), recursive=True):
             if path.resolve().is_relative_to(Path(name).resolve()):
                 raise ValueError(
                     f"{option}: expected a file of its own, got {str(path)!r}, which is data"
                 )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(
+            f"{option}: expected a place for a file, got {str(path)!r}: {error.strerror}"
+        ) from error
 
 
 def _read_ruler(name: str, opened: Opened, others: Sequence[PreTrainedConfig]) -> Ruler:
@@ -549,6 +556,5 @@ def _write_documents(path: Path, found: Opened, scores: TokenScores, documents: 
             "loss": losses[index] / tokens[index] if tokens[index] else None,
         }
         lines.append(f"{json.dumps(line, ensure_ascii=False)}\n")
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(lines))
     logger.info("Losses of the documents: %s", path)

@@ -1,6 +1,7 @@
 """Whole runs of classifiers: learning, resuming, evaluating again, and settings that do not fit."""
 
 import json
+import os
 import random
 
 import pytest
@@ -138,9 +139,12 @@ def test_losses_of_documents_of_an_evaluation_file(make, tmp_path):
     evaluate_folder(tmp_path / "run", cpu, out)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert {line["source"] for line in lines} == {str(held_out)}
-    for bad, message in ((held_out, "which is data"), (tmp_path, "expected a file, got the fol")):
+    os.mkfifo(pipe := tmp_path / "pipe")
+    bad = {held_out: "which is data", tmp_path: "which is none", pipe: "which is none"}
+    bad[out / "below.jsonl"] = "expected a place for a file, got '.*below.jsonl': "
+    for place, message in bad.items():
         with pytest.raises(ValueError, match=rf"--per-document: .*{message}"):
-            evaluate_folder(tmp_path / "run", cpu, bad)
+            evaluate_folder(tmp_path / "run", cpu, place)
     assert len(held_out.read_text().splitlines()) == 7
     with pytest.raises(ValueError, match=r"--html: .*which is data"):
         evaluate_suite([tmp_path / "run"], cpu, html=held_out)
