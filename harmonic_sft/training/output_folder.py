@@ -99,7 +99,7 @@ def check_output_folder(run: RunConfig) -> None:
     A run that ended before its first checkpoint is as good as none.
 
     Raises:
-        ValueError: It holds something else, or another run.
+        ValueError: It holds something else, or another run, or may not be written.
     """
     folder = run.output_dir
     existing = next(
@@ -108,6 +108,11 @@ def check_output_folder(run: RunConfig) -> None:
     if not existing.is_dir():
         raise ValueError(f"training.output_dir: expected a folder, got the file {str(existing)!r}")
     if not folder.exists() or not {*folder.iterdir()} - {*_drafts(folder, RUN_FILE)}:
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"training.output_dir: expected a folder that you may write, got {str(folder)!r}. "
+                f"You may not write {str(existing)!r}"
+            )
         return
     if not (folder / RUN_FILE).is_file():
         raise ValueError(

@@ -137,6 +137,20 @@ def test_a_link_to_nothing_is_refused_at_once(make_yaml, tmp_path):
         check_output_folder(load_run_config(make_yaml()))
 
 
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_folder_that_may_not_be_written_is_refused_at_once(
+    make_yaml, tmp_path, monkeypatch, is_made
+):
+    run = load_run_config(make_yaml())
+    if is_made:
+        run.output_dir.mkdir()
+    monkeypatch.setattr("os.access", lambda *_: False)  # whoever is root may write everything
+    message = f"expected a folder that you may write, got '{run.output_dir}'. You may not write "
+    message += f"'{run.output_dir if is_made else tmp_path}'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_output_folder(run)
+
+
 @pytest.mark.parametrize(
     ("name", "damages"),
     [
