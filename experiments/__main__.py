@@ -20,6 +20,7 @@ from experiments import (
 from experiments.harmonic_loss import command as harmonic_loss
 from experiments.worth_it import command as worth_it
 from harmonic_sft.training.callbacks import StoppedError
+from harmonic_sft_cli import INTERRUPTED
 
 EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "family": family.main,
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: Its name, and what it takes.
 
     Returns:
-        The exit status: 0, or 1 after an error that was printed in one line.
+        The exit status: 0, 1 after an error that was printed in one line, or 130 after Ctrl-C.
     """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     logging.getLogger("experiments").setLevel(logging.INFO)
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError, StoppedError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+    except KeyboardInterrupt:
+        sys.stderr.write("\nInterrupted.\n")
+        return INTERRUPTED
     return 0
 
 

@@ -45,7 +45,8 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=VOCAB_SIZES)
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
-    for key, least in (("rounds", 1), ("hidden_size", 64)):
+    bounds = {"rounds": 1, "batch_size": 1, "length": 4, "hidden_size": 64, "layers": 1}
+    for key, least in bounds.items():
         if vars(options)[key] < least:
             raise ValueError(f"{key}: expected at least {least}, got {vars(options)[key]}")
     tokens = options.batch_size * options.length

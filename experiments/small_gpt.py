@@ -133,10 +133,11 @@ def run(
         `difference`, see `compare_leashes`.
 
     Raises:
-        ValueError: A text is missing, or there is no seed.
+        ValueError: A text is missing, or there is no seed or step.
     """
-    if num_seeds < 1:
-        raise ValueError(f"seeds: expected at least 1, got {num_seeds}")
+    for name, number in {"seeds": num_seeds, "steps": num_steps}.items():
+        if number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}")
     corpus = gpt.read_corpus(data / "text")
     held_out = {"validation": corpus.validation[:num_rows], "test": corpus.test[:num_rows]}
     corpus = corpus._replace(**held_out)

@@ -31,7 +31,9 @@ def test_small_models_run_three_epochs_by_their_command(name, tmp_path, capsys):
         (["multi_head_toy", "--seeds", "0"], "seeds: expected at least 1, got 0"),
         (["multi_head_toy", "--epochs", "-1"], "epochs: expected at least 1, got -1"),
         (["gpt2_small", "--small", "--seeds", "0"], "seeds: expected at least 1, got 0"),
+        (["small_gpt", "--data", ".", "--steps", "0"], "steps: expected at least 1, got 0"),
         (["decoder_cost", "--rounds", "0"], "rounds: expected at least 1, got 0"),
+        (["decoder_cost", "--length", "1"], "length: expected at least 4, got 1"),
         (["decoder_cost", "--hidden-size", "32"], "hidden_size: expected at least 64, got 32"),
         (["draw", "family", "none.json", "x.png"], "results: expected an existing JSON file"),
     ],
@@ -44,6 +46,15 @@ def test_what_cannot_run_is_refused_in_one_line(arguments, message, tmp_path, mo
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_experiment_is_one_line(monkeypatch, capsys):
+    def interrupted(name, arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(EXPERIMENTS, "kitsunp", interrupted)
+    assert main(["kitsunp"]) == 130
+    assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
