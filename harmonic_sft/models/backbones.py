@@ -140,8 +140,10 @@ def check_whole(files: Iterable[Path]) -> None:
 
     Raises:
         ValueError: A file of safetensors has no header, or another length.
+        PermissionError: It may not be read; safetensors says that there is none.
     """
     for path in filter(Path.is_file, files):
+        path.open("rb").close()
         try:
             load_state_dict(path, map_location="meta")  # the header alone
         except (OSError, ValueError):  # no damage: who loads it says what it is

@@ -20,7 +20,7 @@ from harmonic_sft.models import (
     HarmonicModel,
     max_positions,
 )
-from harmonic_sft.models.backbones import base_of, blocks_without_graph, load_base
+from harmonic_sft.models.backbones import base_of, blocks_without_graph, check_whole, load_base
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
 from tests.saved_models import change_json
 
@@ -199,3 +199,16 @@ def test_blocks_that_read_a_trained_table_have_a_graph_and_frozen_parts_no_dropo
     assert list(blocks_without_graph(model.backbone)) == [model.backbone.encoder.layer[0]]
     model.backbone.encoder.rel_embeddings.requires_grad_(True)
     assert blocks_without_graph(model.backbone) == []
+
+
+def test_weights_that_may_not_be_read_are_not_called_missing(neobert_base, monkeypatch):
+    """As those of another user are, which safetensors 0.8 writes for that user alone."""
+    path = neobert_base / "model.safetensors"
+    check_whole([path])
+
+    def denied(self, *_):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr("pathlib.Path.open", denied)  # whoever is root may read everything
+    with pytest.raises(PermissionError, match=r"Permission denied: '.*model.safetensors'"):
+        check_whole([path])
