@@ -182,7 +182,7 @@ def check_fields(
         if key not in known:
             problems.append(unknown_key(name, key, known, elsewhere))
             continue
-        result, found = _validated(_type_of(hints[key]), value, name)
+        result, found = _validated(_type_of(hints.get(key, Any)), value, name)
         problems += found
         checked[key] = result.value if isinstance(result, Enum) else result
     if problems:

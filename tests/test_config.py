@@ -312,6 +312,16 @@ def test_fields_are_checked_without_building_the_class():
     assert check_fields(Ordinary, values | given, "section") == values | converted
 
 
+class Untyped:
+    def __init__(self, *, scale=1.0):
+        raise AssertionError("must not be built")
+
+
+def test_an_argument_without_a_type_takes_anything():
+    """As one of a head of the user's own may be."""
+    assert check_fields(Untyped, {"scale": 2.0}, "head") == {"scale": 2.0}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

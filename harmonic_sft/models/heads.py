@@ -287,6 +287,24 @@ def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -
         raise ValueError(f"head {name}: expected its own fields, got {fields}. {error}") from error
 
 
+def check_class(head: Head) -> None:
+    """Refuse a head whose settings would be loaded as another class, such as a subclass's.
+
+    Raises:
+        ValueError: It, or one inside it, is not what `HEADS` has under its name.
+    """
+    for one in head.modules():
+        if isinstance(one, Head):
+            # FSDP2 puts a class of its own before the head's.
+            own = next(c for c in type(one).__mro__ if not c.__module__.startswith("torch."))
+            name = one.settings()["name"]
+            if HEADS.get(name) is not own:
+                raise ValueError(
+                    f"dist_head: expected a class of HEADS, got {own.__name__}, whose settings say "
+                    f"{name!r}. Give it a name of its own there and in its settings"
+                )
+
+
 @torch.no_grad()
 def resized_head(head: Head, vocab_size: int) -> Head:
     """Return a head with more or fewer classes; those in both keep all that is theirs.

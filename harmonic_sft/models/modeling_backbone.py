@@ -34,7 +34,7 @@ from .backbones import (
 from .configuration_harmonic import HarmonicConfig, quantization_method
 from .document_attention import document_arguments
 from .head import Head, check_prototypes, find_not_finite, keep_precision
-from .heads import build_head, resized_head
+from .heads import build_head, check_class, resized_head
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 from .partial_checkpoint import (
     BLOCKS_FILE,
@@ -540,7 +540,12 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         self.config.head = self.active_head.settings()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """Save with the head's settings as they are now, also where only the head was changed."""
+        """Save with the head's settings as they are now, also where only the head was changed.
+
+        Raises:
+            ValueError: Another head would be loaded from these settings.
+        """
+        check_class(self.dist_head)
         self.config.head = self.dist_head.settings()
         super().save_pretrained(save_directory, *args, **kwargs)
 

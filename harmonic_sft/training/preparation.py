@@ -43,6 +43,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import trains
 from harmonic_sft.models.head import SphereHead
+from harmonic_sft.models.heads import check_class
 from harmonic_sft.models.objective import negative_log_likelihood
 from harmonic_sft.training.adapters import add_lora_, as_peft_config
 from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrainingArguments
@@ -630,6 +631,7 @@ def _check_loaded(
     model: HarmonicHeadModel, args: HarmonicTrainingArguments, run: RunConfig
 ) -> None:
     """Refuse what only a model that the trainer loads by its name can follow."""
+    check_class(model.dist_head)  # which saving would refuse, after the training
     asked, task = run.model, task_of(model, model.config, None)
     learns = any("log_steepness" in name for name, _ in model.dist_head.named_parameters())
     dtypes = {str(parameter.dtype) for parameter in model.model.parameters()}

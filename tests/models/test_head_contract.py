@@ -11,7 +11,7 @@ from torch import nn
 from transformers import BertConfig
 
 from harmonic_sft.losses import CrossEntropyLoss
-from harmonic_sft.models import HEADS, HarmonicConfig, HarmonicForMaskedLM, build_head
+from harmonic_sft.models import HEADS, DistLayer, HarmonicConfig, HarmonicForMaskedLM, build_head
 from harmonic_sft.models.head import dense_logits
 from tests.head_variants import VARIANTS, D, V, moved_head
 
@@ -263,6 +263,39 @@ def test_a_saved_model_keeps_its_head(name, tmp_path):
     assert again.dist_head.settings() == model.dist_head.settings()
     input_ids = torch.arange(2, 12).view(2, 5)
     assert torch.equal(again(input_ids).logits, model(input_ids).logits)
+
+
+class Mirrored(DistLayer):
+    """A user's own, whose settings are those of its parent."""
+
+    def lazy_logits(self, hidden_states):
+        return super().lazy_logits(-hidden_states)
+
+
+class Unnamed(DistLayer):
+    """A user's own, of which `HEADS` knows nothing."""
+
+    def settings(self):
+        return {**super().settings(), "name": "unnamed"}
+
+
+@pytest.mark.parametrize(
+    ("own", "said", "outer"),
+    [(Mirrored, "dist", False), (Mirrored, "dist", True), (Unnamed, "unnamed", False)],
+)
+def test_a_head_that_would_be_loaded_as_another_is_not_saved(own, said, outer, tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    backbone = BertConfig(vocab_size=V, hidden_size=D, **sizes)
+    model = HarmonicForMaskedLM(HarmonicConfig(text_config=backbone))
+    model.dist_head = make("rotation")[0] if outer else own(D, V)
+    if outer:
+        model.dist_head.inner = own(D, V)
+    message = (
+        f"dist_head: expected a class of HEADS, got {own.__name__}, whose settings say '{said}'"
+    )
+    with pytest.raises(ValueError, match=message):
+        model.save_pretrained(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 @every_head

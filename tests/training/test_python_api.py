@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from harmonic_sft import (
+    DistLayer,
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
     HarmonicLoss,
@@ -414,6 +415,16 @@ def test_one_of_our_models_is_not_loaded_again(tiny_base, arguments, make, name,
         model = HarmonicForSequenceClassification.from_base(str(tiny_base), labels=["a", "b"])
     with pytest.raises(ValueError, match=f"{name}: expected nothing with a Harmonic.* is loaded"):
         make(arguments(**fields), model=model)
+
+
+def test_a_head_that_could_not_be_saved_is_not_trained(tiny_base, make):
+    class Own(DistLayer):
+        pass
+
+    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    model.dist_head.__class__ = Own
+    with pytest.raises(ValueError, match="dist_head: expected a class of HEADS, got Own"):
+        make(model=model)
 
 
 def test_a_given_exponent_is_evaluated_before_training_too(tiny_base, texts, arguments, make):
