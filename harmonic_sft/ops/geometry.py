@@ -33,6 +33,7 @@ class Geometry:
         inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere. Taken
             when it is first asked for: where kernels split the prototypes they write it.
         center: `[D]`, subtracted from both sides (of norm 1 on the sphere); None for 0.
+        mean: `[D]`, near the mean of the prototypes; None where it is `center` or not looked at.
         spread: Mean squared norm of the prototypes less the center, of no axis; None for a linear
             head.
     """
@@ -48,6 +49,7 @@ class Geometry:
     ):
         self.kind, self.prototypes, self.eps, self.dtype = kind, prototypes.detach(), eps, dtype
         self.center: Tensor | None = None
+        self.mean: Tensor | None = None
         self.spread: Tensor | None = None
         if self.linear:
             return
@@ -62,6 +64,8 @@ class Geometry:
         self.spread = energy
         if bool(share > DOMINANT * energy) if centered is None else centered:
             self.center, self.spread = center, energy - share
+        else:
+            self.mean = center
 
     @cached_property
     def inverse(self) -> Tensor | None:

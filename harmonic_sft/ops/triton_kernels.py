@@ -38,6 +38,7 @@ class Statistics(NamedTuple):
     moments: Any  # [3, num_tiles, T]
     logits: Any
     best: Any
+    weights: Any  # [2, num_tiles, T], sums of `Weights.softmax` and `.inverse` before rounding
 
 
 class Weights(NamedTuple):
@@ -205,12 +206,18 @@ def _store(out, values, rows, columns, num_rows, plan):
 
 
 @triton.jit
-def _keep(kept, probs, inverse, keep, rows, columns, num_rows, plan):
-    """Store the weights of one tile."""
+def _keep(kept, sums, slots, probs, inverse, rows, columns, num_rows, plan):
+    """Store the weights of one tile and, in `sums`, their sums."""
+    if sums is not None:
+        inside = rows < num_rows
+        tl.store(sums + slots, tl.sum(probs * inverse, axis=1), mask=inside)
+        if kept.inverse is not None:
+            step = tl.cdiv(plan.num_classes, plan.block_v) * num_rows.to(tl.int64)
+            tl.store(sums + step + slots, tl.sum(inverse, axis=1), mask=inside)
     if kept.softmax is not None:
         _store(kept.softmax, probs * inverse, rows, columns, num_rows, plan)
     if kept.inverse is not None:
-        _store(kept.inverse, tl.where(keep, inverse, 0.0), rows, columns, num_rows, plan)
+        _store(kept.inverse, inverse, rows, columns, num_rows, plan)
     if kept.probs is not None:
         _store(kept.probs, probs, rows, columns, num_rows, plan)
 
@@ -260,7 +267,7 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
         tl.store(out.logits + slots, total, mask=inside)
     if out.moments is not None:
         _store_moments(logits, probs, keep, bias, rows, columns, tile, out, num_rows, plan)
-    _keep(kept, probs, inverse, keep, rows, columns, num_rows, plan)
+    _keep(kept, out.weights, slots, probs, inverse, rows, columns, num_rows, plan)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

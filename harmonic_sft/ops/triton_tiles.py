@@ -100,6 +100,7 @@ class TritonTiles:
         if self.splits and 4 * self.num_classes * self.hidden_size <= TERM_BYTES:
             self.terms = self._split(slice(0, self.num_classes))
         self.kept: Weights | None = None
+        self.weight_sums: Tensor | None = None
 
     def score(self, chunk: Chunk, *, keep: bool, measure: bool) -> Tensor | None:
         """Write the sums of all tiles; return the columns of near pairs: see `TorchTiles`."""
@@ -109,9 +110,11 @@ class TritonTiles:
         near = None
         if not self.geometry.linear:
             near = chunk.labels.new_empty(2, *chunk.sums.shape)
-        out = Statistics(
-            chunk.log_scale, chunk.sums, near, chunk.moments, chunk.logit_sums, chunk.best
-        )
+        sums = None
+        if keep and self.wants_hidden and self.dtype == torch.bfloat16 and self.geometry.with_sums:
+            sums = chunk.sums.new_empty(2, *chunk.sums.shape)
+        found = chunk.log_scale, chunk.sums, near, chunk.moments, chunk.logit_sums, chunk.best
+        out = Statistics(*found, weights=sums)
         wanted = (keep, keep and self.kept_inverse, keep and self.kept_probs)
         kept = Weights(*(self._matrix(num_rows) if one else None for one in wanted))
         states = self.hidden_states[chunk.tokens] if self.takes_raw else chunk.placed
@@ -130,7 +133,7 @@ class TritonTiles:
             given = here, out, kept, num_rows, block.start // tile
             with torch.cuda.device_of(products):
                 statistics_kernel[grid](*given, plan, **OPTIONS | {"num_warps": STATISTICS[2]})
-        self.kept = kept if keep else None
+        self.kept, self.weight_sums = kept if keep else None, sums
         return _closest(near)
 
     def accumulate(self, chunk: Chunk) -> Tensor | None:
@@ -147,8 +150,7 @@ class TritonTiles:
                 for part in _parts(block):
                     local = slice(part.start - block.start, part.stop - block.start)
                     _add_product_(self.total, coefficients[:, part], vectors[local], beta=1)
-            if sums.row_sums is not None:
-                self.total -= chunk.placed * sums.row_sums.sum(0).unsqueeze(1)
+            self._add_row_sums_(chunk, sums)
         if self.gradient is not None:  # the first chunk writes, the others add
             operand = chunk.placed.to(self.dtype)
             for part in _parts(slice(0, self.num_classes)):
@@ -158,6 +160,25 @@ class TritonTiles:
         if self.column_sums is not None and sums.column_sums is not None:
             self.column_sums += sums.column_sums.sum(0)
         return None if sums.class_sums is None else sums.class_sums.sum(0)
+
+    def _add_row_sums_(self, chunk: Chunk, made: Coefficients) -> None:
+        """Subtract the hidden states times the sums of their coefficients.
+
+        Far from all prototypes these sums nearly cancel the label's coefficient, so they are taken
+        before rounding. The coefficients lost by rounding stand at the mean of the prototypes: then
+        the error is multiplied by the spread of the prototypes, not by any distance.
+        """
+        if made.row_sums is None:
+            return
+        sums = rounded = made.row_sums.sum(0)
+        if self.weight_sums is not None:
+            softmax, inverse = self.weight_sums
+            sums = (made.shares * softmax).sum(0)
+            if made.floor is not None:
+                sums -= made.floor * inverse.sum(0)
+            if self.geometry.mean is not None:
+                self.total.addr_(sums - rounded, self.geometry.mean)
+        self.total -= chunk.placed * sums.unsqueeze(1)
 
     def pair_scores(self, chunk: Chunk, columns: Tensor) -> Tensor:
         """Return dot products or squared distances of pairs: see `TorchTiles`."""
@@ -294,14 +315,12 @@ def _wide_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, beta: int) -> None:
     """Multiply `total` by beta, 0 or 1, and add left @ right in its own precision."""
+    if left.device.type != "cuda":  # the interpreter's tests
+        left, right = left.to(total.dtype), right.to(total.dtype)
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, beta=beta, out=total)
-        return
-    if left.device.type == "cuda":
+    else:
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
-        return
-    product = torch.mm(left, right)
-    total.copy_(product) if beta == 0 else total.add_(product)
 
 
 def _closest(near: Tensor | None) -> Tensor | None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from harmonic_sft.models import AffineLogits, build_head
-from harmonic_sft.ops import chunked_loss, engine
+from harmonic_sft.ops import chunked_loss, engine, geometry
 from tests.ops.baselines import harmonic_float64
 from tests.ops.fused import with_metrics_of
 
 pytest.importorskip("triton")
 triton_tiles = pytest.importorskip("harmonic_sft.ops.triton_tiles")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 N, V, D = 37, 70, 20  # rows of three blocks, classes of three
 KINDS = [("euclidean", -14.0), ("sphere", -7.3), ("linear", -1.0)]
 SETTINGS = {
@@ -34,10 +35,19 @@ SETTINGS = {
 
 
 @pytest.fixture(autouse=True)
-def interpreted():
+def interpreted(monkeypatch):
     knobs = pytest.importorskip("triton.knobs")
     if not knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET was not set before the first import of triton")
+    convert = interpreter._convert_float
+
+    def to_nearest(values, source, target, mode):
+        """The interpreter of triton 3.7 cuts digits off; a GPU rounds (cvt.rn.bf16)."""
+        if not (source.is_fp32() and target.is_bf16()):
+            return convert(values, source, target, mode)
+        return torch.from_numpy(values.copy()).bfloat16().view(torch.uint16).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", to_nearest)
 
 
 def make_inputs(case="random", gap=1e-3):
@@ -189,6 +199,19 @@ def test_states_of_16_bits_are_not_rounded_again(kind, h_exp, prototype_dtype):
     check(found[3:6], expected[3:6], 1e-4)
     for gradient, wanted in zip(found[1:3], expected[1:3], strict=True):
         assert (gradient - wanted).norm() < 2**-6 * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("case", ["far", "about a mean"])
+def test_rounded_coefficients_are_multiplied_by_no_distance(case, name, monkeypatch):
+    """Of states far from all prototypes, and of prototypes far from the origin."""
+    monkeypatch.setattr(geometry, "DOMINANT", 2.0)  # as on a GPU, where no mean is subtracted
+    _, prototypes, labels = make_inputs(case)
+    states = (400 if case == "far" else 1) * make_inputs()[0].bfloat16()
+    inputs, types = (states, prototypes, labels), (torch.bfloat16, torch.float32)
+    found = run("euclidean", -14.0, SETTINGS[name], inputs, "triton", *types)[1]
+    wanted = run("euclidean", -14.0, SETTINGS[name], inputs, "reference", torch.float64)[1]
+    assert (found - wanted).norm() < 2**-7 * wanted.norm()
 
 
 @pytest.mark.parametrize(
