@@ -33,7 +33,7 @@ from .backbones import (
 )
 from .configuration_harmonic import HarmonicConfig, quantization_method
 from .document_attention import document_arguments
-from .head import Head, check_prototypes, find_not_finite, keep_precision
+from .head import Head, at_least_float32, check_prototypes, find_not_finite, keep_precision
 from .heads import build_head, check_class, resized_head
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 from .partial_checkpoint import (
@@ -603,12 +603,12 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             self._prepare_tied_embeddings()
 
     def _prepare_tied_embeddings(self) -> None:
-        """Keep the table in float32, as the head, and hand it to a 16-bit body in 16 bits."""
+        """Keep the table in float32 at least, as the head; a 16-bit body gets 16 bits of it."""
         embeddings, backbone = self.get_input_embeddings(), self.model.backbone
         for buffer in embeddings.buffers():  # Gemma's factor, rounded as the body's table would be
             buffer.data = buffer.data.to(_body_dtype(backbone))
         weight = embeddings.get_parameter("weight")
-        weight.data = weight.data.float()
+        weight.data = at_least_float32(weight.data)
         embeddings.register_forward_hook(functools.partial(_in_dtype_of, backbone))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:

@@ -254,6 +254,15 @@ def test_a_tied_16_bit_model_is_loaded_in_16_bits_and_takes_new_embeddings(bases
     assert model(ids).logits.isfinite().all()
 
 
+def test_a_tied_table_is_as_exact_as_its_body(bases, tmp_path):
+    model = HarmonicForMaskedLM.from_base(str(bases / "neobert"), tie=True, dtype=torch.float64)
+    assert model.dist_head.weight.dtype == torch.float64
+    model.save_pretrained(tmp_path)
+    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
+    ids = torch.arange(5, 9).view(1, 4)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
 def test_a_model_that_is_not_ours_is_refused(bases):
     with pytest.raises(ValueError, match=r"got one of type 'bert'.*HarmonicForMaskedLM\.from_base"):
         HarmonicForMaskedLM.from_pretrained(bases / "bert")
