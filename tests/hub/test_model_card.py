@@ -329,6 +329,14 @@ def test_what_was_fitted_is_named_as_the_evaluation_names_it(name):
     assert "![Loss, learning rate and h_exp over the run]" in card
 
 
+def test_nothing_is_said_of_the_order_under_a_mixture():
+    """Another exponent changes the order of a mean of softmaxes, also behind a rotation."""
+    mixture = {"name": "multi_head", "num_heads": 4, "inner": DIST}
+    for inner, is_said in ((DIST, True), (mixture, False)):
+        card = make_card(make_config({"name": "rotation", "inner": inner}))
+        assert ("the order of the tokens stays the same" in card) == is_said
+
+
 def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():
     card = make_card(results=make_results(), figure="training run.png")
     assert "![Loss, learning rate and h_exp over the run](training%20run.png)" in card
