@@ -9,15 +9,17 @@ import torch.nn.functional as F
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from harmonic_sft.hub import linear_export
 from harmonic_sft.hub.linear_export import export_linear, linear_head
 from harmonic_sft.models import (
+    HarmonicConfig,
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
     HarmonicForSequenceClassification,
 )
+from tests import decoders
 from tests.encoders import SIZES, V, save_bert_tokenizer
 from tests.head_variants import VARIANTS, moved_head
 from tests.saved_models import change_weights, spoil_embeddings
@@ -175,6 +177,17 @@ def test_a_soft_cap_that_the_target_has_not_is_told(causal_base, tmp_path):
         before, after = model(**inputs()).logits, exported(**inputs()).logits
     assert not torch.equal(before, after)
     assert "**Only the order of the tokens\nis kept**" in (target / "README.md").read_text()
+
+
+def test_a_target_that_always_caps_takes_no_other_head(tmp_path):
+    fields = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 120}
+    fields |= {"head_dim": 8, "laurel_rank": 4, "altup_num_inputs": 2, "num_kv_shared_layers": 0}
+    fields |= {"activation_sparsity_pattern": [0.0] * 2, "layer_types": ["full_attention"] * 2}
+    body = CONFIG_MAPPING["gemma3n_text"](**decoders.SIZES, **fields)
+    config = HarmonicConfig(text_config=body, head=HEADS["sphere"], is_causal=True)
+    HarmonicForCausalLM(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"head: expected one with a softcap, .* gemma3n_text"):
+        export_linear(tmp_path / "model", tmp_path / "linear")
 
 
 FOLDED = (
