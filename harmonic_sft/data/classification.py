@@ -1,6 +1,7 @@
 """The classes of labeled rows: their names, and how many labels each has."""
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ import numpy as np
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.masking import ClassLabels
 from harmonic_sft.data.row_maker import column_batches
+
+logger = logging.getLogger(__name__)
 
 
 def class_labels(
@@ -93,6 +96,12 @@ def _class_names(labels: set[str | int], order: Sequence[str] | None) -> list[st
             "data.label_column: expected strings or integers, got both. Write all of one kind"
         )
     ordered = sorted(labels) if order is None else [name for name in order if name in labels]
+    if left_out := [name for name in order or () if name not in labels]:
+        logger.warning(
+            "data.label_column: no training rows of %s. The model leaves them out, so its numbers "
+            "of the classes are not those of the data set.",
+            _shown(left_out),
+        )
     # A CSV file writes integers as strings.
     if order is None and all(map(_is_integer, labels)):
         ordered = sorted(ordered, key=int)

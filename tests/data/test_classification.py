@@ -65,7 +65,7 @@ def test_numbers_of_a_saved_data_set_get_its_names(tmp_path, tokenizer):
     assert len(data.train) + len(data.eval) == 5
 
 
-def test_classes_stand_in_the_order_of_the_data_set(tmp_path, tokenizer):
+def test_classes_stand_in_the_order_of_the_data_set(tmp_path, tokenizer, caplog):
     """Of one data set, or several that agree; a class without rows is left out."""
 
     def saved(name, names, labels):
@@ -81,7 +81,9 @@ def test_classes_stand_in_the_order_of_the_data_set(tmp_path, tokenizer):
         ([first, same], ["up", "down"]),
         ([first, other], ["down", "up"]),
     ):
+        caplog.clear()
         assert load("", tokenizer, sources=sources).labels == order
+        assert ("no training rows of 'none'" in caplog.text) == (order == ["up", "down"])
 
 
 def test_copies_of_evaluation_texts_are_not_trained_on(write, tokenizer):
