@@ -81,9 +81,10 @@ class RemoteFile(io.RawIOBase):
             except errors as error:
                 self._disconnect()
                 # Failures of the connection may pass, and those of a busy server.
-                stays = isinstance(error, urllib.error.HTTPError) and not (
-                    error.code == HTTPStatus.TOO_MANY_REQUESTS or error.code >= 500
-                )
+                stays = False
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
+                    stays = error.code != HTTPStatus.TOO_MANY_REQUESTS and error.code < 500
                 if stays or not pauses:
                     raise
                 time.sleep(pauses.pop(0))
@@ -108,8 +109,9 @@ class RemoteFile(io.RawIOBase):
         elif None not in (state, self._state) and state != self._state:
             problem = "the file was changed while it was read"
         if problem is not None:
-            response.close()
-            raise urllib.error.HTTPError(self.url, response.status, problem, response.headers, None)
+            raise urllib.error.HTTPError(
+                self.url, response.status, problem, response.headers, response
+            )
         self._state = state or self._state
         return response
 

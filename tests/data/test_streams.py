@@ -118,7 +118,7 @@ def read(streamed, num_rows, *, processes=1, workers=0, batch_size=1):
     for process in range(processes):
         part = copy.copy(streamed)
         part.share(process_index=process, num_processes=processes, batch_size=batch_size)
-        collator = functools.partial(collate_placed, lambda items: {"items": items})
+        collator = functools.partial(collate_placed, collect_items)
         loader = DataLoader(part, batch_size=batch_size, num_workers=workers, collate_fn=collator)
         batches.append(list(itertools.islice(loader, steps)))
     rows = []
@@ -134,6 +134,10 @@ def read(streamed, num_rows, *, processes=1, workers=0, batch_size=1):
             state = advance(state, batch["places"], batch_size * processes)
         states.append(json.loads(json.dumps(state)))
     return rows, states
+
+
+def collect_items(items):
+    return {"items": items}
 
 
 def names(rows):
