@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import threading
@@ -120,6 +121,10 @@ class TerminationCallback(TrainerCallback):
         """
         inner = loader.base_dataloader if isinstance(loader, DataLoaderAdapter) else loader
         inner.worker_init_fn = partial(_init_worker, self._listens, inner.worker_init_fn)
+        is_default = inner.num_workers > 0 and inner.multiprocessing_context is None
+        if is_default and multiprocessing.get_start_method() == "forkserver":
+            # Python 3.14's default. The signal would end the server, and all workers with it.
+            inner.multiprocessing_context = "fork"
         return loader
 
     def _note(self, number: int, frame: Any) -> None:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 
+import psutil
 import pytest
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerState
@@ -211,7 +212,8 @@ def test_workers_outlive_a_sigterm_while_a_run_takes_it():
     [worker] = multiprocessing.active_children()
     with termination.listening(is_asked=True):
         next(batches)
-        worker.terminate()
+        for process in psutil.Process().children(recursive=True):  # what starts workers, too
+            process.terminate()
         worker.join(timeout=0.2)
         assert worker.is_alive()
     worker.terminate()
