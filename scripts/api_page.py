@@ -110,7 +110,9 @@ def _parameters(value: Any, *, types: bool) -> list[str]:
             parameter = parameter.replace(annotation=parameter.empty)
         if parameter.kind == parameter.KEYWORD_ONLY and not any(t.startswith("*") for t in found):
             found.append("*")
-        found.append(re.sub(r"([A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", str(parameter)))
+        text = re.sub(r"([A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", str(parameter))
+        # Python 3.14 writes X | None for Optional[X].
+        found.append(re.sub(r"Optional\[(.+)\](?= = |$)", r"\1 | None", text))
     return found
 
 

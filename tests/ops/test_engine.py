@@ -112,7 +112,7 @@ def test_a_reduction_costs_no_second_pass(name, monkeypatch):
         torch.testing.assert_close(*pair)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")  # PyTorch's own
 @pytest.mark.parametrize("learned", ["hidden_states", "h_exp"])
 def test_forward_mode_is_refused_and_the_reference_has_it(learned):
     states, prototypes, labels = make_inputs()
