@@ -42,6 +42,8 @@ class StreamPlace:
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             prefetch_factor=args.dataloader_prefetch_factor,
+            # transformers 5.10 has no such argument.
+            multiprocessing_context=vars(args).get("dataloader_multiprocessing_context"),
             # Drawn now: a resumed run restores the random numbers before it begins to read.
             generator=torch.Generator().manual_seed(int(torch.randint(2**62, ()))),
         )

@@ -12,7 +12,7 @@ from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.training import run
 from harmonic_sft.training.stream_place import StreamPlace
-from tests.training.conftest import logged, start
+from tests.training.conftest import logged, prepared, start
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,13 @@ def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_p
     assert alone == whole
     # Sums in another order.
     torch.testing.assert_close(torch.tensor(shared), torch.tensor(whole), rtol=1e-5, atol=0)
+
+
+def test_workers_of_a_stream_start_as_the_arguments_say(stream_yaml):
+    trainer = prepared(stream_yaml(dataloader_num_workers=1)).trainer
+    trainer.args.dataloader_multiprocessing_context = "spawn"
+    context = trainer.get_train_dataloader().multiprocessing_context
+    assert context.get_start_method() == "spawn"
 
 
 def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
