@@ -66,6 +66,7 @@ FORCED: dict[str, tuple[Any, str]] = {  # the value, and why
     "ddp_find_unused_parameters": (False, "frozen parameters are known not to take part"),
     "logging_nan_inf_filter": (False, "it would hide what the trainer stops at"),
     "include_num_input_tokens_seen": ("non_padding", "speeds count no padding"),
+    "dataloader_in_order": (True, "the order of rows would depend on how fast the workers are"),
 }
 POSITIVE = (
     "per_device_train_batch_size",

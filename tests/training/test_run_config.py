@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from transformers import TrainingArguments
 
 from harmonic_sft import HEADS
 from harmonic_sft.config import read_yaml
@@ -200,6 +201,13 @@ REFUSED = [
     (["training.fsdp=full_shard"], "training.fsdp: expected nothing, .* not supported yet"),
     (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),
     (["training.remove_unused_columns=true"], "unused_columns: expected False, got True; our rows"),
+    pytest.param(
+        ["training.dataloader_in_order=false"],
+        "dataloader_in_order: expected True, got False; the order of rows would depend on",
+        marks=pytest.mark.skipif(
+            not hasattr(TrainingArguments, "dataloader_in_order"), reason="an older transformers"
+        ),
+    ),
     (["data.sources.0.streaming=true", "training.max_steps=-1"], "expected a number above 0 for a"),
     (
         ["training.load_best_model_at_end=true", "training.eval_strategy=steps"],
