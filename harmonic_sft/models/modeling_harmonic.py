@@ -437,7 +437,8 @@ class HarmonicClassifier(HarmonicHeadModel):
         Args:
             name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
                 then replaced.
-            labels: Names of the classes, in the order of the head's rows.
+            labels: Names of the classes, in the order of the head's rows; with a linear head also
+                one, of a number.
             revision: A revision on the Hub.
             head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
             init: `random`, or `base_head`: the weights of the head of a base that is itself such a
@@ -471,7 +472,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             ValueError: Fewer than two labels, or one twice; the base has no such head over these
                 labels.
         """
-        if len(labels) < 2 or len(set(labels)) < len(labels):
+        is_number = len(labels) == 1 and (head or {}).get("name") == "linear"  # `has_free_labels`
+        if (len(labels) < 2 and not is_number) or len(set(labels)) < len(labels):
             raise ValueError(f"labels: expected two or more different ones, got {list(labels)}")
         if init not in ("random", "base_head"):
             raise ValueError(f"init: expected 'random' or 'base_head', got {init!r}")

@@ -379,6 +379,8 @@ def published(base, tmp_path_factory):
 def test_a_single_output_learns_numbers_and_floating_labels_several_classes(published):
     inputs, sequence = batch(), HarmonicForSequenceClassification
     score = sequence.from_pretrained(published, num_labels=1)
+    built = sequence.from_base(published, labels=["LABEL_0"], head=score.config.head)  # as on cards
+    assert built.config.num_labels == 1
     numbers = torch.tensor([0.5, -2.0, 3.0])
     found = score(**inputs, labels=numbers)
     expected = sum(
