@@ -15,7 +15,13 @@ from typing import Any, cast
 from accelerate import PartialState
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     HPSearchBackend,
@@ -413,10 +419,16 @@ class ResumableTrainer(Trainer):
 
     def _is_done(self, checkpoint: Path, state: TrainerState) -> bool:
         """Whether a checkpoint is the last one of these arguments."""
+        # A run in another folder may have other epochs, and stopped early for reasons of its own.
+        is_own = checkpoint.resolve().parent == Path(str(self.args.output_dir)).resolve()
+        counted = cast(dict, state.stateful_callbacks).get(EarlyStoppingCallback.__name__)
+        for callback in self.callback_handler.callbacks:
+            if is_own and isinstance(callback, EarlyStoppingCallback) and isinstance(counted, dict):
+                counter = counted["attributes"]["early_stopping_patience_counter"]
+                if counter >= callback.early_stopping_patience:
+                    return True
         if self.args.max_steps > 0:
             return state.global_step >= self.args.max_steps
-        # The epochs of a run in another folder may be others.
-        is_own = checkpoint.resolve().parent == Path(str(self.args.output_dir)).resolve()
         return is_own and state.global_step >= state.max_steps
 
     def load_finished(self, checkpoint: Path, state: TrainerState) -> None:

@@ -540,8 +540,8 @@ def test_the_patience_of_early_stopping_outlives_a_resume(arguments, make, texts
     steps |= {"save_steps": 1, "metric_for_best_model": "loss", "load_best_model_at_end": True}
     fixed = {"h_exp": -8.0, "learning_rate": 1e-30, "max_steps": 9}  # nothing gets better
 
-    def start(**options):
-        callbacks = [EarlyStoppingCallback(early_stopping_patience=3)]
+    def start(patience=3, **options):
+        callbacks = [EarlyStoppingCallback(early_stopping_patience=patience)]
         trainer = make(
             arguments("run", **steps, **fixed),
             eval_dataset=texts.select(range(10)),
@@ -554,6 +554,8 @@ def test_the_patience_of_early_stopping_outlives_a_resume(arguments, make, texts
     folder = Path(arguments("run").output_dir)
     shutil.rmtree(folder / f"checkpoint-{whole}")
     assert start(resume_from_checkpoint=True) == whole < 9
+    assert start(resume_from_checkpoint=True) == whole  # it had stopped
+    assert start(patience=4, resume_from_checkpoint=True) == whole + 1
 
 
 def test_a_finished_run_is_not_trained_further(arguments, make, caplog):
