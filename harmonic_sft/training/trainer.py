@@ -409,13 +409,16 @@ class HarmonicTrainer(ResumableTrainer):
         return super()._finalize_training(*args, **kwargs)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Leave prototypes out of weight decay: their norm is the head's business."""
+        """Leave prototypes out of weight decay: their norm is the head's business.
+
+        The weight of a linear head, also of one inside another, decays as any layer's.
+        """
         names = super().get_decay_parameter_names(model)
         head = self.model.dist_head
-        if isinstance(head, LinearHead):
-            return names
-        tied = {name for name, weight in model.named_parameters() if weight is head.weight}
-        return [name for name in names if not name.startswith("dist_head.") and name not in tied]
+        table = {name for name, weight in model.named_parameters() if weight is head.weight}
+        if any(isinstance(part, LinearHead) for part in head.modules()):
+            return [name for name in names if name in table or not name.startswith("dist_head.")]
+        return [name for name in names if name not in table and not name.startswith("dist_head.")]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the exponent of the step just taken to its loss, or what it is learned to be now."""

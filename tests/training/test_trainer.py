@@ -272,6 +272,21 @@ def test_weight_decay_leaves_prototypes_out(make_yaml, tie):
     assert "model.backbone.encoder.layer.2.output.dense.weight" in decayed
 
 
+@pytest.mark.parametrize("name", ["linear", "multi_head", "rotation"])
+def test_weight_decay_is_for_a_linear_head_and_for_one_inside(make_yaml, name):
+    head = {"name": name} if name == "linear" else {"name": name, "inner": {"name": "linear"}}
+    trainer = prepared(
+        make_yaml(
+            head=head, h_exp=None, loss={"name": "cross_entropy"}, training={"weight_decay": 0.1}
+        )
+    ).trainer
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    of_head = dict(trainer.model.dist_head.named_parameters(prefix="dist_head"))
+    assert [n for n in of_head if n in decayed] == [
+        n for n, p in of_head.items() if p is trainer.model.dist_head.weight
+    ]
+
+
 def test_a_step_left_out_whose_loss_is_no_number_is_not_logged(make, arguments, monkeypatch):
     original = HarmonicTrainer.compute_loss
 
