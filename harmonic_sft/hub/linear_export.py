@@ -93,11 +93,19 @@ def export_linear(folder: Path, target: Path) -> Path:
 
     Raises:
         ValueError: `folder` holds no harmonic language model, its head has no linear equal, or one
-            with a bias that the decoder has no place for, or `target` is not empty.
+            with a bias that the decoder has no place for, or `target` is not empty or cannot be
+            made.
     """
     place = target.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"--output: expected an empty folder or none, got {str(target)!r}")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=place.parent).close()
+    except OSError as error:
+        raise ValueError(
+            f"--output: expected a folder that can be made, got {str(target)!r}: {error.strerror}"
+        ) from error
     model_class = LANGUAGE_MODELS[_architecture(folder)]
     with reading(folder):
         config = HarmonicConfig.from_pretrained(folder)
@@ -113,7 +121,6 @@ def export_linear(folder: Path, target: Path) -> Path:
         raise ValueError(f"export: expected a head that predicts, got one of which {problem}")
     head = linear_head(model.dist_head)
     native = _native(model, head) if isinstance(model, HarmonicForCausalLM) else None
-    place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as temporary:
         draft = Path(temporary) / "draft"
         draft.mkdir()

@@ -283,6 +283,13 @@ def test_weights_that_are_not_finite_are_not_exported(bases, tmp_path):
         export_linear(folder, tmp_path / "linear")
 
 
+def test_a_target_that_cannot_be_written_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(
+        ValueError, match="--output: expected a folder that can be made, got '/dev/nu"
+    ):
+        export_linear(tmp_path / "nothing", Path("/dev/null/out"))
+
+
 def test_a_target_in_use_is_left_alone(bases, tmp_path):
     folder = trained(bases / "bert", tmp_path / "model", "sphere")
     before = {path: path.read_bytes() for path in folder.iterdir()}
