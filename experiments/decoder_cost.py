@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from experiments.cost import allocated_peak, measure
+from experiments.figures import check_output
 from harmonic_sft.losses import CrossEntropyLoss, Distillation, DistillLoss, HarmonicLoss
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.backbones import old_head
@@ -49,6 +50,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     for key, least in bounds.items():
         if vars(options)[key] < least:
             raise ValueError(f"{key}: expected at least {least}, got {vars(options)[key]}")
+    check_output(options.output)
     tokens = options.batch_size * options.length
     results = {}
     for vocab_size in options.vocab_sizes:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryFile
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,21 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("picture", type=Path, help="the PNG file")
     options = parser.parse_args(arguments)
     FIGURES[options.figure](read_results(options.results), options.picture)
+
+
+def check_output(folder: Path) -> None:
+    """Make the folder of results, before the work that they take.
+
+    Raises:
+        ValueError: It cannot be made, or not written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(
+            f"output: expected a folder for files, got {str(folder)!r}: {error.strerror}"
+        ) from error
 
 
 def keep(name: str, payload: Payload, output: Path) -> Path:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
 from experiments.evidence import decide, paired_difference, show_difference, show_spread, spread
+from experiments.figures import check_output
 from experiments.harmonic_loss.gpt import rate_factor
 from harmonic_sft.models import Head, build_head
 from harmonic_sft.results import environment, show_table, write_results
@@ -75,7 +76,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
-    options.output.mkdir(parents=True, exist_ok=True)
+    check_output(options.output)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, num_rows = (SMALL, 2) if options.small else (SHAPE, ROWS)
     text = read_rows(options.output, shape, device, small=options.small)

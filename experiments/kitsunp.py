@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from experiments.cost import HeadStep, allocated_peak, measure
 from experiments.evidence import spread
+from experiments.figures import check_output
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import DistLayer, Head, LinearHead
 from harmonic_sft.results import environment, show_table, write_results
@@ -31,6 +32,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.seeds < 1:
         raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
+    check_output(options.output)
     rounds, vocab_size, steps = (3, 500, 3) if options.quick else (20, 30_522, 2_000)
     rows = [
         overhead(rounds, vocab_size),

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.figures import keep
+from experiments.figures import check_output, keep
 
 WIDTH = 100  # of an MLP's layer in between
 
@@ -143,6 +143,7 @@ def reproduce(
     for key, value in (("seeds", options.seeds), ("epochs", options.epochs)):
         if value < 1:
             raise ValueError(f"{key}: expected at least 1, got {value}")
+    check_output(options.output)
     start = time.perf_counter()
     payload = run(options.seeds, options.epochs)
     show(payload)

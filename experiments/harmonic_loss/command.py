@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from experiments.evidence import show_spread
+from experiments.figures import check_output
 from experiments.harmonic_loss import cosets, gpt, mnist, probes, toy
 from experiments.harmonic_loss.bench import Cell
 from experiments.harmonic_loss.cells import (
@@ -72,6 +73,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     figure = f"figure_{options.figure}"
     path = options.out / f"{figure}.json"
     if not options.draw:
+        check_output(options.out)
         shown, made_by = _found(options), environment()
         if any(row.get("dirty") for row in shown.get("rows", [])):  # as what they were made of
             made_by["dirty"] = True

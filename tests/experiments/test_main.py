@@ -2,6 +2,7 @@
 
 import pytest
 from matplotlib.image import imread
+from torch import Tensor
 
 from experiments.__main__ import EXPERIMENTS, main
 from harmonic_sft.results import read_results
@@ -46,6 +47,17 @@ def test_what_cannot_run_is_refused_in_one_line(arguments, message, tmp_path, mo
     assert message in error
     assert error.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["kitsunp"], ["decoder_cost"], ["multi_head_toy"], ["harmonic_loss", "--figure=1"]],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(Tensor, "backward", lambda *_: pytest.fail("it works"))
+    assert main([*arguments, "--output", "/dev/null/out"]) == 1
+    expected = "error: output: expected a folder for files, got '/dev/null/out': Not a directory\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_an_interrupted_experiment_is_one_line(monkeypatch, capsys):
