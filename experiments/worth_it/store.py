@@ -28,7 +28,10 @@ class Store:
     def __init__(self, path: Path, fields: Sequence[str], *, deadline: float = math.inf):
         self.path, self.fields, self.deadline = path, tuple(fields), deadline
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.is_file() else []
+        *lines, rest = path.read_text().split("\n") if path.is_file() else [""]
+        if rest:  # of a full disk
+            logger.warning("%s: half a line is taken out: %s", path, rest)
+            path.write_text("".join(f"{line}\n" for line in lines))
         rows = [json.loads(line) for line in lines]
         self.rows = {tuple(row[field] for field in self.fields): row for row in rows}
         found = environment()  # now: the tree may change while the code that was read runs

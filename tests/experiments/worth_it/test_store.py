@@ -34,6 +34,18 @@ def test_a_new_row_carries_its_commit_and_an_earlier_one_stays_as_it_is(tmp_path
     assert (second["git_commit"], second["dirty"]) == ("abc", True)
 
 
+def test_half_a_line_of_a_full_disk_costs_its_run_alone(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    Store(path, ("seed",)).get(lambda: {"loss": 1.0}, seed=0)
+    with path.open("a") as file:
+        file.write('{"seed": 1, "lo')
+    continued = Store(path, ("seed",))
+    continued.get(lambda: {"loss": 3.0}, seed=1)
+    continued.get(lambda: {"loss": 4.0}, seed=2)
+    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0, 3.0, 4.0]
+    assert len(Store(path, ("seed",)).rows) == 3
+
+
 def test_no_run_starts_after_the_deadline(tmp_path):
     path = tmp_path / "runs.jsonl"
     Store(path, ("seed",)).get(lambda: {"loss": 1.0}, seed=0)
