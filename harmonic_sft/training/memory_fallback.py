@@ -82,7 +82,9 @@ class MemoryFallback:
 
     def _check_memory(self, error: RuntimeError) -> None:
         """Raise what is no lack of memory, or one that cannot be made up for."""
-        is_memory = isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+        # Of the driver, cuBLAS, cuDNN and Triton, which accelerate does not know.
+        is_told = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+        is_memory = is_told or should_reduce_batch_size(error)
         if not is_memory or not self._args.oom_fallback:
             raise error
         if self._args.world_size > 1:

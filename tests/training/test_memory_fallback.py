@@ -87,12 +87,22 @@ def test_a_body_without_checkpointing_falls_back_to_smaller_batches(make_yaml, m
     assert "4 at a time" in caplog.text
 
 
-def test_several_processes_stop_where_one_runs_out_of_memory():
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        # What other libraries than PyTorch's allocator say, an AcceleratorError of newer versions.
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_several_processes_stop_where_one_runs_out_of_memory(error):
     args = SimpleNamespace(gradient_checkpointing=False, oom_fallback=True, world_size=2)
     model = SimpleNamespace(gradient_checkpointing_enable=lambda: None, zero_grad=lambda: None)
 
     def backward(batch):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     batch = {"input_ids": torch.zeros(1, 4, dtype=torch.int64)}
     with pytest.raises(StoppedError, match="oom_fallback works on a single process only"):
