@@ -268,7 +268,11 @@ def check_clean(target: Path, trained: TrainedFolder) -> None:
         if not path.is_file() or path.suffix in (".safetensors", ".png") or path.name in WORDS:
             continue
         content = path.read_text(encoding="utf-8", errors="replace")
-        found = [what for what, secret in secrets.items() if secret and secret in content]
+        found = [
+            what
+            for what, secret in secrets.items()
+            if secret and (secret in content or json.dumps(secret)[1:-1] in content)
+        ]
         if path.suffix in (".md", ".json") and (secret := SECRET.search(html.unescape(content))):
             found.append(f"what looks like a secret, {secret[0][:10]}...")
         if found:

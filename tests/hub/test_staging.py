@@ -218,9 +218,10 @@ def test_what_is_published_is_utf_8_in_every_locale(staged, run_copy, monkeypatc
     assert published["sep_token"] == fields["sep_token"]
     assert "\xfc.txt" in (target / "README.md").read_text(encoding="utf-8")
     monkeypatch.setenv("HOME", "/home/\xfc")
-    (target / "README.md").write_text("/home/\xfc/notes", encoding="utf-8")
-    with pytest.raises(ValueError, match="nothing private, got the path of your home"):
-        check_clean(target, trained)
+    for text in ("/home/\xfc/notes", json.dumps("/home/\xfc/notes")):
+        (target / "README.md").write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match="nothing private, got the path of your home"):
+            check_clean(target, trained)
 
 
 @pytest.mark.parametrize(
