@@ -224,6 +224,7 @@ def _target_layers(backbone: PreTrainedModel, peft: PeftConfig) -> list[str]:
         for index in sorted(set(chosen))
         for name, module in blocks[index].named_modules()
         if isinstance(module, nn.Linear | Conv1D)  # the latter are GPT-2's, transposed
+        and "Router" not in type(module).__name__  # which chooses experts, too: of phimoe
     ]
     targets = linear
     if peft.target_modules != "all-linear":

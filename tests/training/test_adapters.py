@@ -18,6 +18,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     GPT2Config,
     LlamaConfig,
+    PhimoeConfig,
+    PhimoeForCausalLM,
 )
 from transformers.pytorch_utils import Conv1D
 
@@ -135,6 +137,18 @@ def test_lora_goes_on_the_layers_beside_experts_and_not_on_these():
     plain = HarmonicForCausalLM.on_base(base)
     plain.load_state_dict(merged_state(model))
     torch.testing.assert_close(logits(plain.eval()), logits(model.eval()), atol=1e-5, rtol=1e-5)
+
+
+def test_lora_leaves_out_a_router_that_gives_more_than_scores():
+    sizes = {**SIZES, "num_hidden_layers": 2, "num_key_value_heads": 2}
+    config = PhimoeConfig(**sizes, num_local_experts=4, num_experts_per_tok=2)
+    base = base_of(PhimoeForCausalLM(config), dtype=torch.float32, is_causal=True)
+    model = HarmonicForCausalLM.on_base(base)
+    unfreeze_(model, UnfreezeConfig(last_blocks=0))
+    add_lora_(model, PeftConfig(r=2))
+    kinds = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert {n.rpartition(".")[2] for n in lora_layers(move_(model))} == set(kinds)
+    model.train()(input_ids=IDS, labels=IDS).loss.backward()
 
 
 def test_blocks_below_the_first_lora_run_without_a_graph(tiny_base):
