@@ -37,6 +37,7 @@ from harmonic_sft.models import (
 from harmonic_sft.models.backbones import FACTORS, SOFTCAP
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
+from harmonic_sft.models.modeling_backbone import share_weights
 from harmonic_sft.models.partial_checkpoint import hub_base
 from harmonic_sft.results import read_results, reading
 
@@ -130,6 +131,7 @@ def export_linear(folder: Path, target: Path) -> Path:
             native.save_pretrained(draft)
         card = _metadata(folder, model.config, native is not None) + _readme(model, head, native)
         (draft / "README.md").write_text(card, encoding="utf-8")
+        share_weights(draft / "README.md")
         copy_tokenizer(folder, draft)
         draft.replace(place)  # whole or not at all
     return target

@@ -211,6 +211,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         if quantization_method(self.config) is not None:  # packed weights have no original form
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, *args, **kwargs)
+        share_weights(Path(save_directory, "config.json"))
         for file in (HEAD_FILE, BLOCKS_FILE):  # of an older, partial one
             Path(save_directory, file).unlink(missing_ok=True)
 
@@ -622,6 +623,16 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             return keep_precision(fn, tensor) if tied else fn(tensor)
 
         return super()._apply(move, recurse)
+
+
+def share_weights(like: Path) -> None:
+    """Let those read the weights beside a file who may read that file.
+
+    safetensors 0.8 lets their owner alone: https://github.com/safetensors/safetensors/issues/782.
+    """
+    for path in like.parent.glob("*.safetensors"):
+        with suppress(OSError):  # a file system without modes, or no such file in this process
+            path.chmod(like.stat().st_mode)
 
 
 def _report_useless(model: HarmonicPreTrainedModel) -> None:
