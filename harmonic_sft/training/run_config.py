@@ -6,6 +6,7 @@ import inspect
 import math
 import operator
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -314,7 +315,7 @@ class HubConfig:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.push and (self.repo_id is None or self.repo_id.count("/") != 1):
+        if self.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.repo_id or "", re.ASCII):
             found = "nothing" if self.repo_id is None else repr(self.repo_id)
             raise ValueError(f"repo_id: expected owner/name with push: true, got {found}")
         if self.every_save and not self.push:

@@ -164,6 +164,7 @@ REFUSED = [
     (["model.from_scratch=true"], r'model.unfreeze: expected \{patterns: \["\*"\]\} with from_scr'),
     (["schedule.warmup_ratio=0.9"], "warmup_ratio: expected at most 1 together with decay_ratio"),
     (["hub.push=true"], "hub.repo_id: expected owner/name with push: true, got nothing"),
+    (["hub={push: true, repo_id: me/my model}"], "owner/name with push: true, got 'me/my model'"),
     (
         ["hub={push: true, repo_id: mine}"],
         "hub.repo_id: expected owner/name with push: true, got 'm",
