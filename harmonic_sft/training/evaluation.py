@@ -476,6 +476,11 @@ def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
             f"{argument}: expected one of {sorted(TASKS)}, got a {architecture} in "
             f"{str(folder)!r}{how}"
         )
+    if config.problem_type not in (None, "single_label_classification"):
+        raise ValueError(
+            f"{argument}: expected a model that predicts one class of a text or token, got "
+            f"{config.problem_type} in {str(folder)!r}. Use HarmonicTrainer.evaluate in Python"
+        )
     return config, TASKS[architecture]
 
 

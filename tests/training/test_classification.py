@@ -105,6 +105,17 @@ def test_a_folder_without_its_data_is_told_what_to_add(make, tmp_path):
         evaluate_folder(folder, [f"data={rows}"])
 
 
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_labels_that_are_no_single_class_are_not_evaluated_as_one(make, tmp_path, problem):
+    start(make(), "head.name=linear", "h_exp=null", "loss.name=cross_entropy", "head.init=random")
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "problem_type": problem}))
+    for evaluate in (evaluate_folder, lambda folder: evaluate_suite([folder])):
+        with pytest.raises(ValueError, match=rf"eval: expected .* one class.* got {problem}"):
+            evaluate(tmp_path / "run")
+
+
 def test_class_means_start_better_than_random_prototypes(make):
     means, at_random = (
         prepared(make(head={"name": "dist", **init})).trainer.evaluate()
