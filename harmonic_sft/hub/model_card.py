@@ -68,6 +68,9 @@ CARD_TASKS = {
     "HarmonicForTokenClassification": Task(
         "token-classification", "Token classification", "to classify words", "word", "class"
     ),
+    "HarmonicForQuestionAnswering": Task(
+        "question-answering", "Question answering", "to find answers in a text", "answer", "class"
+    ),
 }
 
 

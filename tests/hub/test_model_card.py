@@ -491,6 +491,18 @@ def test_every_task_has_words_and_old_models_fill_masks():
     assert ModelCard(make_card(make_config())).data.pipeline_tag == "fill-mask"
 
 
+def test_the_card_of_a_model_of_answers_shows_how_to_read_one(tiny_base):
+    labels = dict(enumerate(["start", "end"]))
+    name = "HarmonicForQuestionAnswering"
+    card = make_card(make_config(LINEAR, architectures=[name], id2label=labels))
+    assert "AutoModelForMaskedLM" not in card
+    assert "Masking" not in card
+    assert "softmax" not in card
+    assert "- Classes" not in card
+    code = snippets(card)[0].replace('"me/my_model"', repr(str(tiny_base)))
+    exec(code.replace("AutoModelForQ", "BertForQ"), {})
+
+
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
     [([], "no"), (["unseen", "unseen"], "no"), (["unseen", "unknown"], "unknown")],
@@ -546,4 +558,5 @@ def test_the_pipelines_are_those_that_the_hub_knows():
         "text-generation",
         "text-classification",
         "token-classification",
+        "question-answering",
     ]
