@@ -687,7 +687,7 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
 
         Returns:
             `start_logits` and `end_logits` `[B, T]`, and with positions `loss`, the mean
-            cross-entropy of both in nats.
+            cross-entropy of both in nats; 0 if no position is scored.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -700,7 +700,8 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
         start_logits, end_logits = self._logits(outputs.last_hidden_state).unbind(-1)  # [B, T]
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+            start_loss = _span_loss(start_logits, start_positions)
+            loss = (start_loss + _span_loss(end_logits, end_positions)) / 2
         return QuestionAnsweringModelOutput(
             loss=loss,
             start_logits=start_logits,
@@ -708,3 +709,14 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+def _span_loss(logits: Tensor, positions: Tensor) -> Tensor:
+    """Return the mean cross-entropy of positions `[B]`, or `[B, 1]`, among logits `[B, T]`.
+
+    transformers' own is NaN if all are outside of the row, and takes negative ones for 0.
+    """
+    positions = positions.to(logits.device).flatten()
+    inside = (positions >= 0) & (positions < logits.shape[1])
+    positions = positions.where(inside, IGNORE_INDEX)
+    return F.cross_entropy(logits, positions, reduction="sum") / inside.sum().clamp_min(1)

@@ -141,6 +141,21 @@ def test_the_trainer_of_transformers_keeps_token_types(base, tmp_path):
         assert not torch.equal(by_embeddings, model(ids).logits)
 
 
+@pytest.mark.parametrize("outside", [-100, -1, 6, 99])
+def test_answers_outside_of_a_row_are_not_scored(base, outside):
+    model = HarmonicForQuestionAnswering.from_base(base, labels=["start", "end"])
+    ids = torch.arange(10, 22).view(2, 6)
+    starts, ends = torch.tensor([1, outside]), torch.tensor([[2], [outside]])
+    outputs = model(ids, start_positions=starts, end_positions=ends)
+    logits = [outputs.start_logits, outputs.end_logits]
+    losses = [-one[0].double().log_softmax(-1)[n] for one, n in zip(logits, (1, 2), strict=True)]
+    assert outputs.loss.item() == pytest.approx(sum(losses).item() / 2, rel=1e-5)
+    nowhere = torch.full((2,), outside)
+    nothing = model(ids, start_positions=nowhere, end_positions=nowhere).loss
+    assert nothing == 0
+    nothing.backward()  # a batch of a training
+
+
 def test_the_loss_function_is_the_one_that_was_set(base):
     model, seen = make(base), []
 
