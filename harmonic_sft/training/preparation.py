@@ -34,6 +34,7 @@ from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import (
     Base,
     HarmonicClassifier,
+    HarmonicForQuestionAnswering,
     HarmonicHeadModel,
     Head,
     base_of,
@@ -635,9 +636,12 @@ def _check_loaded(
     asked, task = run.model, task_of(model, model.config, None)
     learns = any("log_steepness" in name for name, _ in model.dist_head.named_parameters())
     dtypes = {str(parameter.dtype) for parameter in model.model.parameters()}
+    is_span = isinstance(model, HarmonicForQuestionAnswering)
+    has_no_loss = is_span or model.has_free_labels(torch.empty(0).long())
     ignored = {
         "head": (args.head, args.head is not None),
         "task": (args.task, args.task not in (None, task)),
+        "loss": (args.loss, args.loss is not None and has_no_loss),
         "label_column": (args.label_column, asked.task != task),
         "dropout": (asked.dropout, asked.dropout is not None),
         "from_scratch": (True, asked.from_scratch),

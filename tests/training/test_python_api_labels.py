@@ -217,6 +217,14 @@ def test_answers_are_trained_and_evaluated(body, free_trainer):
     assert trainer.predict(rows).predictions[0].shape == (8, 4)
 
 
+def test_a_loss_that_answers_and_numbers_would_not_be_trained_on_is_refused(body, arguments, make):
+    answers = HarmonicForQuestionAnswering.from_pretrained(body)
+    number = HarmonicForSequenceClassification.from_pretrained(body, num_labels=1)
+    for model in (answers, number):
+        with pytest.raises(ValueError, match=r"^loss: expected nothing with a Harmonic.* loaded"):
+            make(arguments(loss={"name": "cross_entropy", "label_smoothing": 0.3}), model=model)
+
+
 @pytest.mark.parametrize("num_rows", [8, 7])
 @pytest.mark.parametrize("own_loss", [None, lambda *_, **__: 0])
 def test_rows_that_are_scored_again_by_several_processes_are_said(
