@@ -497,8 +497,11 @@ def test_the_card_of_a_model_of_answers_shows_how_to_read_one(tiny_base):
     card = make_card(make_config(LINEAR, architectures=[name], id2label=labels))
     assert "AutoModelForMaskedLM" not in card
     assert "Masking" not in card
-    assert "softmax" not in card
     assert "- Classes" not in card
+    for head in (LINEAR, DIST):
+        card = make_card(make_config(head, architectures=[name], id2label=labels))
+        assert "the softmax over the tokens" in card
+        assert "probability of class" not in card
     code = snippets(card)[0].replace('"me/my_model"', repr(str(tiny_base)))
     exec(code.replace("AutoModelForQ", "BertForQ"), {})
 
