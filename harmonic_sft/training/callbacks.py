@@ -19,7 +19,11 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerState
 from transformers.integrations import get_available_reporting_integrations
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    TensorBoardCallback,
+    default_logdir,
+)
 from transformers.trainer_utils import has_length
 
 from harmonic_sft.config import did_you_mean
@@ -204,6 +208,36 @@ class LabeledProgress(ProgressCallback):
 def label_bars_(callbacks: list[TrainerCallback]) -> None:
     """Put labelled progress bars in the place of transformers', not of a user's own."""
     callbacks[:] = [LabeledProgress() if type(c) is ProgressCallback else c for c in callbacks]
+
+
+def place_events_(callbacks: Sequence[TrainerCallback], folder: str) -> None:
+    """Let TensorBoard's events go to the output folder, also those before the first step.
+
+    transformers would begin them in `runs/` of the current folder, and put all of a run there.
+    """
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+            callback.logging_dir = os.path.join(folder, default_logdir())
+
+
+@contextlib.contextmanager
+def lasting_reports(callbacks: Sequence[TrainerCallback]) -> Generator[None]:
+    """Let reporters end with the evaluation after training; what they end before is another run."""
+    reporters = [c for c in callbacks if isinstance(c, tuple(INTEGRATION_TO_CALLBACK.values()))]
+    ends: list[Callable[[], Any]] = []
+
+    def postpone(end: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        ends.append(partial(end, *args, **kwargs))
+
+    for reporter in reporters:
+        vars(reporter)["on_train_end"] = partial(postpone, reporter.on_train_end)
+    try:
+        yield
+    finally:
+        for reporter in reporters:
+            del vars(reporter)["on_train_end"]
+        for end in ends:
+            end()
 
 
 def check_reporters(names: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from harmonic_sft.results import (
     write_results,
 )
 from harmonic_sft.training.arguments import check_launch
-from harmonic_sft.training.callbacks import StoppedError, check_reporters
+from harmonic_sft.training.callbacks import StoppedError, check_reporters, lasting_reports
 from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint
 from harmonic_sft.training.evaluation import fingerprint
 from harmonic_sft.training.freezing import parts
@@ -102,9 +102,12 @@ def train(run: RunConfig) -> dict[str, Any]:
     if run.resume and (checkpoint := last_checkpoint(run.output_dir)) is not None:
         ready.trainer.check_continues(checkpoint)  # before anything of other data is written
     _claim(ready.trainer)
+    callbacks = ready.trainer.callback_handler.callbacks
     with ready.trainer.at_work():
         before = _measure_before(ready)
-        results = _results(ready, before, _train(ready.trainer))
+        with lasting_reports(callbacks):
+            trained = _train(ready.trainer)
+        results = _results(ready, before, trained)
         _publish(ready.trainer, results)
     return results
 

@@ -54,7 +54,7 @@ from harmonic_sft.training.batches import (
     save_bad_step,
     take_out_repeated_,
 )
-from harmonic_sft.training.callbacks import HeadCallback, label_bars_, not_finite
+from harmonic_sft.training.callbacks import HeadCallback, label_bars_, not_finite, place_events_
 from harmonic_sft.training.master_weights import (
     MasterWeightsAdamW,
     average_gradients,
@@ -170,6 +170,7 @@ class HarmonicTrainer(ResumableTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         label_bars_(self.callback_handler.callbacks)
+        place_events_(self.callback_handler.callbacks, str(args.output_dir))
         is_free = built.has_free_labels(torch.empty(0).long())
         self.data_collator = CountingCollator(
             collator=self.data_collator,

@@ -5,11 +5,16 @@ import os
 import re
 import signal
 import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import psutil
 import pytest
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerState
+from transformers.integrations import integration_utils
 
 from harmonic_sft.training import run
 from harmonic_sft.training.callbacks import HeadCallback, TerminationCallback
@@ -231,3 +236,35 @@ def test_the_only_checkpoint_that_is_kept_is_not_the_one_that_a_sigterm_saved(
         start(make_yaml(training=training, h_exp=-12.0))
     found = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
     assert found == {"checkpoint-1", "checkpoint-4"}
+
+
+class Writer:
+    """A TensorBoard that is not installed here."""
+
+    opened: ClassVar[list[str | None]] = []
+
+    def __init__(self, log_dir):
+        self.opened.append(log_dir)
+
+    def add_text(self, *_):
+        pass
+
+    def add_scalar(self, *_):
+        pass
+
+    def flush(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_a_run_is_one_run_of_tensorboard_in_its_own_folder(make_yaml, tmp_path, monkeypatch):
+    """An evaluation comes before the training, and one after it."""
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    board = SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    monkeypatch.setattr(Writer, "opened", [])
+    start(make_yaml(training={"max_steps": 2, "report_to": "tensorboard"}))
+    assert len(Writer.opened) == 1
+    assert Path(Writer.opened[0]).parent == tmp_path / "run" / "runs"
