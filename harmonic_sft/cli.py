@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DRIVE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # How the system, safetensors and PyTorch say that a file could not be written to its end.
 DISK_FULL = (
     "No space left",
@@ -89,7 +90,19 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _message(error: Exception, options: argparse.Namespace, rank: str) -> str:
-    return str(error) if _is_ours(error) else _unforeseen(error, options, rank)
+    if not _is_ours(error):
+        return _unforeseen(error, options, rank)
+    return f"{error}. HF_HOME chooses another cache" if _is_of_cache(error) else str(error)
+
+
+def _is_of_cache(error: Exception) -> bool:
+    """Whether the cache of Hugging Face may not be used, or a folder in which it would be."""
+    from huggingface_hub.constants import HF_HOME
+
+    if not isinstance(error, OSError) or error.errno not in REFUSED or error.filename is None:
+        return False
+    path, cache = Path(str(error.filename)), Path(HF_HOME)
+    return path.is_relative_to(cache) or cache.is_relative_to(path)
 
 
 def _is_ours(error: Exception) -> bool:
@@ -115,7 +128,10 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
     parts = [f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}."]
     if any(word in text for word in DISK_FULL):
         temporary = tempfile.gettempdir()
-        parts.append(f"The disk may be full, or {temporary}, which TMPDIR chooses.")
+        parts.append(
+            f"The disk may be full, {temporary}, which TMPDIR chooses, or the cache, which HF_HOME "
+            "chooses."
+        )
     if any(word in text for word in PEER_ENDED):
         parts.append("Another process ended; its own error says why.")
     folder = None

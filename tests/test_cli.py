@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -370,6 +371,28 @@ def test_errors_of_ours_are_one_line(error, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    ("error", "path", "is_cache"),
+    [
+        (PermissionError(13, "Permission denied"), "{cache}/datasets/harmonic_sft/tmpx", True),
+        (OSError(30, "Read-only file system"), "{cache}", True),
+        (PermissionError(13, "Permission denied"), "{home}", True),  # in which the cache would be
+        (PermissionError(13, "Permission denied"), "runs/x", False),
+        (FileNotFoundError(2, "No such file or directory"), "{cache}/x", False),
+        (PermissionError(13, "Permission denied"), None, False),
+    ],
+)
+def test_a_cache_that_may_not_be_written_is_said_to_be_chosen(
+    error, path, is_cache, monkeypatch, capsys
+):
+    cache = Path(HF_HOME)
+    error.filename = path and path.format(cache=cache, home=cache.parent)
+    monkeypatch.setattr(LOAD, raising(error))
+    assert main(["train", "x.yaml"]) == 1
+    advice = ". HF_HOME chooses another cache" if is_cache else ""
+    assert capsys.readouterr().err == f"error: {error}{advice}\n"
+
+
+@pytest.mark.parametrize(
     ("error", "is_full"),
     [
         (torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with"), False),
@@ -398,9 +421,10 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert line.startswith(f"error: {type(error).__name__}: ")
-    assert (
-        f"The disk may be full, or {tempfile.gettempdir()}, which TMPDIR chooses." in line
-    ) == is_full
+    full = (
+        f"The disk may be full, {tempfile.gettempdir()}, which TMPDIR chooses, or the cache, which"
+    )
+    assert (full in line) == is_full
     assert "Checkpoints that were saved are whole; add resume=true to continue." in line
     assert line.endswith(f"The traceback is in {folder / 'error.txt'}\n")
     assert "in broken" in (folder / "error.txt").read_text()
