@@ -47,6 +47,7 @@ class HeadCallback(TrainerCallback):
 
     def __init__(self, h_exp: HExpConfig | None):
         self.h_exp = h_exp
+        self.taken_at: float | None = None  # the exponent of the last step, if not learned
 
     def h_exp_of(self, step: int, state: TrainerState) -> float | None:
         """Return the exponent after `step` steps, linear over the run; None if none is annealed."""
@@ -57,7 +58,10 @@ class HeadCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring the prototypes back to norm 1."""
-        kwargs["model"].renormalize_prototypes_()
+        model = kwargs["model"]
+        model.renormalize_prototypes_()
+        if self.h_exp is not None:
+            self.taken_at = model.h_exp  # which a callback of the user's may have set
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prepare the next step; evaluation and checkpoints come later and see the same."""

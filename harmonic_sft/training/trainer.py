@@ -426,8 +426,8 @@ class HarmonicTrainer(ResumableTrainer):
         if self.stream_place is not None and self.state.max_steps:  # else counted from a resume
             self.state.epoch = self.state.global_step / self.state.max_steps
         if "loss" in logs:
-            h_exp = self._head_callback.h_exp_of(self.state.global_step - 1, self.state)
-            h_exp = self.model.h_exp if self.run_config.learns_h_exp else h_exp
+            learned = self.run_config.learns_h_exp
+            h_exp = self.model.h_exp if learned else self._head_callback.taken_at
             logs = logs if h_exp is None else {**logs, "h_exp": h_exp}
         super().log(logs, start_time)
 

@@ -441,6 +441,28 @@ def test_a_learned_exponent_is_logged(arguments, make):
     assert found[-1] == trainer.model.h_exp
 
 
+class OwnSchedule(TrainerCallback):
+    """Another exponent for each step, as the guide says."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        kwargs["model"].h_exp = -12.0 + state.global_step
+
+    on_step_end = on_train_begin
+
+
+def test_the_exponents_of_a_schedule_of_the_users_own_are_logged(arguments, make, tmp_path):
+    first, resumed = (
+        make(arguments(h_exp=-12.0, save_strategy="steps", save_steps=2), callbacks=[OwnSchedule()])
+        for _ in range(2)
+    )
+    first.train()
+    assert logged(first.state.log_history, "h_exp") == [-12.0, -11.0, -10.0, -9.0]
+    assert first.model.h_exp == -8.0
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert losses(resumed) == losses(first)
+    assert logged(resumed.state.log_history, "h_exp") == [-12.0, -11.0, -10.0, -9.0]
+
+
 def test_rows_go_to_a_collator_of_the_user_as_they_are(texts, make, tokenizer):
     rows = texts.map(lambda row: tokenizer(row["text"]), remove_columns=["text"])
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5)
