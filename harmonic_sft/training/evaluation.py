@@ -61,6 +61,7 @@ from harmonic_sft.results import (
 )
 from harmonic_sft.training.arguments import TRAIN_NAME
 from harmonic_sft.training.batches import batches_on, head_inputs, labelled_states
+from harmonic_sft.training.checkpoints import last_checkpoint
 from harmonic_sft.training.loading import (
     CLASSIFIERS,
     LANGUAGE_MODELS,
@@ -460,7 +461,13 @@ def fingerprint(rows: MaskedRows) -> str:
 def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
     """Return the configuration of a trained model and its task."""
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{argument}: expected a folder with a trained model, got {str(folder)!r}")
+        latest = last_checkpoint(folder)
+        advice = (
+            "" if latest is None else f". Name its checkpoint {str(latest)!r}, or save the model"
+        )
+        raise ValueError(
+            f"{argument}: expected a folder with a trained model, got {str(folder)!r}{advice}"
+        )
     with reading(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type != "harmonic":

@@ -142,6 +142,12 @@ def test_a_download_needs_only_the_path_of_data(run_copy, other):
     assert results["data"]["context_length"] == 64  # what the model takes
 
 
+def test_an_unsaved_result_is_refused_with_its_checkpoint(run_copy):
+    (run_copy / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"^eval: expected .* Name its checkpoint '.*point-6', or"):
+        evaluate_folder(run_copy)
+
+
 def test_a_fingerprint_is_that_of_tokens_and_labels():
     def rows(*pairs):
         table = [{"input_ids": ids, "labels": [str(label)]} for ids, label in pairs]
