@@ -23,6 +23,7 @@ STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")  # for pydanti
 INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", re.I)
 MAX_VALUES = 100_000
+FEW_KEYS = 12  # which a message lists
 PLAIN = "!plain"  # the YAML tag of a scalar that is neither quoted nor tagged
 WORDS = {  # pydantic's, and those of a person who writes YAML
     "less than or equal to": "a number of at most",
@@ -351,6 +352,8 @@ def unknown_key(
     word = word if word in places else _nearest(key, list(places))
     place = " at the top level" if places.get(word) == key else ""
     nearest = f". Did you mean {places[word]!r}{place}?" if word else ""
+    if not word and 0 < len(known) <= FEW_KEYS:
+        nearest = f". They are {', '.join(known)}"
     return f"{name}: expected one of the known keys, got {key!r}{nearest}"
 
 

@@ -255,7 +255,7 @@ def test_all_problems_are_reported_at_once():
         )
     assert str(error.value).splitlines() == [
         "h_exp.start: expected a number below 0, got 1",
-        "h_exp.stop: expected one of the known keys, got 'stop'",
+        "h_exp.stop: expected one of the known keys, got 'stop'. They are start, end, schedule",
         "head: expected a value, got nothing. Add this key",
         "either.start: expected another number",
         "either.end: expected another one too",
