@@ -32,6 +32,7 @@ from transformers.trainer_utils import (
     TrainOutput,
 )
 
+from harmonic_sft.config import unknown_key
 from harmonic_sft.data.batches import MaskedRows, collate_padding_free
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval import documents_of, score, summarize
@@ -262,6 +263,8 @@ class HarmonicTrainer(ResumableTrainer):
         if trial is not None and self.hp_search_backend is not None:
             is_optuna = self.hp_search_backend == HPSearchBackend.OPTUNA
             for name, value in (self.hp_space(trial) if is_optuna else trial).items():
+                if is_optuna and not hasattr(self.args, name):
+                    raise ValueError(unknown_key(f"hp_space.{name}", name, [*vars(self.args)]))
                 old = getattr(self.args, name, None)
                 if hasattr(self.args, name) and not _survives_cast(value, type(old)):
                     setattr(self.args, name, None)  # transformers casts to no type then

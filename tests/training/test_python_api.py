@@ -694,6 +694,8 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
             ValueError, match=rf"hp_space: expected the rows .* got other \['{name}"
         ):
             search(name, [value])
+    with pytest.raises(ValueError, match=r"hp_space.lr: expected .* Did you mean 'learning_rate'"):
+        search("lr", [1e-3])
 
 
 def test_a_classifier_needs_labels_and_an_encoder(tiny_base, causal_base, texts, arguments, make):
