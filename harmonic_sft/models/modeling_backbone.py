@@ -269,6 +269,8 @@ class HarmonicModel(HarmonicPreTrainedModel):
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self.backbone = build_backbone(config.text_config)
+        # Gemma 2 has eager attention alone; TRL asks for what stands here, for a reference model.
+        config._attn_implementation = self.backbone.config._attn_implementation
         self._supports_flex_attn = self.backbone._supports_flex_attn
         self._is_stateful = self.backbone._is_stateful
         self.post_init()

@@ -546,3 +546,14 @@ def test_a_cache_of_tuples_is_not_ignored(bases):
     keys = torch.zeros(2, 2, 3, 8)
     with pytest.raises(AttributeError):
         make(bases)(ROWS, past_key_values=((keys, keys),) * 2)
+
+
+@pytest.mark.parametrize(("family", "expected"), [("gemma2", "eager"), ("llama", "sdpa")])
+def test_the_configuration_says_which_attention_the_body_has(family, expected, tmp_path):
+    model = HarmonicForCausalLM.from_base(str(save_decoder(family, tmp_path / "base")))
+    model.save_pretrained(tmp_path / "saved")
+    for one in (model, HarmonicForCausalLM.from_pretrained(tmp_path / "saved")):
+        used = one.config._attn_implementation
+        assert used == one.model.backbone.config._attn_implementation == expected
+    # As TRL loads a reference model.
+    HarmonicForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation=used)
