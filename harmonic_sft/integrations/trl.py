@@ -20,6 +20,7 @@ from harmonic_sft.models import (
     Head,
     LazyLogits,
 )
+from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.models.objective import IGNORE_INDEX
 from harmonic_sft.ops import LossOptions, by_chunks, chunked_loss
 
@@ -121,7 +122,7 @@ def add_harmonic_head_(
         temperature: What logits are divided by.
         outputs: Fields of `token_fields`.
     """
-    forward = model.forward
+    forward = _for_any(model.forward)
 
     @functools.wraps(type(model).forward)  # `generate` reads its signature
     def harmonic_forward(
@@ -135,7 +136,7 @@ def add_harmonic_head_(
     ) -> Any:
         if not fused_lm_head:
             kwargs |= {"labels": labels, "shift_labels": shift_labels}
-            return forward(*args, num_items_in_batch=num_items_in_batch, **kwargs)
+            return forward(self, *args, num_items_in_batch=num_items_in_batch, **kwargs)
         if kwargs.get("output_router_logits"):
             raise ValueError("router_aux_loss_coef: expected 0 on a harmonic model, got another")
         kwargs["use_cache"] = False
@@ -176,13 +177,13 @@ def add_chunked_head_(model: Any, output_class: type) -> None:
     add_harmonic_head_(
         model, types.SimpleNamespace, temperature=1.0, outputs=("entropy", "is_top1")
     )
-    forward = model.forward
+    forward = _for_any(model.forward)
 
     @functools.wraps(type(model).forward)
     def chunked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
-            return forward(*args, **kwargs)
-        found = forward(*args, fused_lm_head=True, **kwargs)
+            return forward(self, *args, **kwargs)
+        found = forward(self, *args, fused_lm_head=True, **kwargs)
         return output_class(
             loss=found.loss,
             num_correct_tokens=found.is_top1.sum(),
@@ -191,6 +192,13 @@ def add_chunked_head_(model: Any, output_class: type) -> None:
         )
 
     model.forward = types.MethodType(chunked_forward, model)
+
+
+def _for_any(forward: Any) -> Callable[..., Any]:
+    """Return a model's forward pass as one that takes the model, also a deep copy of it."""
+    if isinstance(forward, types.MethodType):
+        return forward.__func__
+    return lambda model, *args, **kwargs: forward(*args, **kwargs)  # of accelerate's hooks
 
 
 def token_fields(
@@ -244,7 +252,8 @@ def _cooled(lazy: LazyLogits | None, temperature: float) -> AffineLogits | Dista
         return lazy._replace(h_exp=lazy.h_exp / temperature)
     if isinstance(lazy, AffineLogits):
         bias = None if lazy.bias is None else lazy.bias / temperature
-        return lazy._replace(hidden_states=lazy.hidden_states / temperature, bias=bias)
+        hidden_states = at_least_float32(lazy.hidden_states)  # 16 bits would round the quotient
+        return lazy._replace(hidden_states=hidden_states / temperature, bias=bias)
     return None
 
 

@@ -73,6 +73,16 @@ def test_fields_and_gradients_are_those_of_the_logits(name, temperature):
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", HEADS)
+def test_a_temperature_rounds_no_hidden_state_of_16_bits(name):
+    head = build_head(HEADS[name], hidden_size=D, vocab_size=V)
+    hidden_states, labels = tokens()
+    hidden_states = (30 * hidden_states).bfloat16()
+    found = trl.token_fields(head, hidden_states, labels, temperature=0.7)["log_probs"]
+    expected = plain(head, hidden_states.float(), labels, 0.7)["log_probs"]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_only_what_is_asked_for_is_returned():
     head = build_head(HEADS["dist"], hidden_size=D, vocab_size=V)
     assert trl.token_fields(head, *tokens()).keys() == {"log_probs"}
@@ -189,6 +199,19 @@ def test_before_1_15_the_sft_trainer_gets_logits_and_our_chunked_loss(model, mon
     sft._patch_chunked_ce_lm_head(other, 8)
     assert others == [other]
     assert transformers.HarmonicForCausalLM is HarmonicForCausalLM
+
+
+def test_a_copy_of_a_patched_model_computes_with_its_own_weights(model):
+    original = copy.deepcopy(model[1])
+    trl.add_chunked_head_(original, SimpleNamespace)
+    another = copy.deepcopy(original)
+    with torch.no_grad():
+        original.dist_head.weight.copy_(original.dist_head.weight.flip(0))
+    ids = torch.arange(3, 9).view(1, 6)
+    assert torch.equal(another(ids).logits, model[1](ids).logits)
+    chunked = another(ids, labels=ids).loss
+    assert trl._for_any(abs)(another, -3) == 3  # no method, as under accelerate's hooks
+    assert chunked.item() == pytest.approx(model[1](ids, labels=ids).loss.item(), rel=1e-5)
 
 
 def test_a_router_loss_is_refused(model):
