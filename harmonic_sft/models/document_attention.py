@@ -87,10 +87,7 @@ def document_arguments(
         return {"attention_mask": attention_mask, **positions}
     known = PACKABLE_DECODERS if is_causal else PACKABLE
     if config.model_type not in known:
-        raise ValueError(
-            "position_ids: expected one document per row for a backbone of type "
-            f"{config.model_type!r}, got several. Packed rows are for {list(known)}"
-        )
+        raise ValueError(_not_packable(config.model_type, known))
     if attention_mask is not None:
         # Every token of the padding becomes a document of its own, so that no other sees it and
         # it does not look at nothing, which would be NaN.
@@ -116,12 +113,16 @@ def _unseen_documents(
     """Return the arguments of a decoder where the positions have no values yet.
 
     It need not know how many documents there are: transformers makes the mask of one and of several
-    from the positions, where there is no cache.
+    from the positions, where there is no cache. Other backbones look at the positions as they run.
     """
     if position_ids.is_meta:  # transformers would look at the values of positions that it is given
         return {"attention_mask": attention_mask}
     is_pairwise = attention_mask is not None and attention_mask.dim() != 2
-    if attention_mask is not None and not is_pairwise and model_type in PACKABLE_DECODERS:
+    if model_type not in PACKABLE_DECODERS:
+        if not is_pairwise and not torch.onnx.is_in_onnx_export():  # ONNX has no errors
+            is_whole = ~_starts(attention_mask, position_ids).any()
+            torch._assert_async(is_whole, _not_packable(model_type, PACKABLE_DECODERS))
+    elif attention_mask is not None and not is_pairwise:
         position_ids = position_ids.masked_fill(attention_mask == 0, 0)
         attention_mask = None
     return {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
@@ -131,11 +132,23 @@ def _are_packed(attention_mask: Tensor | None, position_ids: Tensor, is_causal: 
     """Whether a row has several documents."""
     if not is_causal:
         return find_packed_sequence_indices(position_ids) is not None
-    starts = position_ids.diff(dim=-1) != 1  # [B, T - 1]
+    return bool(_starts(attention_mask, position_ids).any())
+
+
+def _starts(attention_mask: Tensor | None, position_ids: Tensor) -> Tensor:
+    """Return where documents begin behind the first token of a decoder's rows, `[B, T - 1]`."""
+    starts = position_ids.diff(dim=-1) != 1
     if attention_mask is not None:  # `generate` counts padding on the left in its own way
         attended = attention_mask.bool()
         starts = starts & attended[:, 1:] & attended[:, :-1]
-    return bool(starts.any())
+    return starts
+
+
+def _not_packable(model_type: str, known: tuple[str, ...]) -> str:
+    return (
+        f"position_ids: expected one document per row for a backbone of type {model_type!r}, got "
+        f"several. Packed rows are for {list(known)}"
+    )
 
 
 def _check_length(backbone: PreTrainedModel, position_ids: Tensor) -> None:

@@ -61,10 +61,16 @@ def test_documents_do_not_see_each_other(bases, documents, family, attention, pa
 def test_other_families_refuse_several_documents_but_not_padding(bases):
     model = HarmonicForCausalLM.from_base(str(bases["phi"]))
     row = torch.arange(3, 11)[None]
-    with pytest.raises(ValueError, match="expected one document per row for a backbone of type"):
-        model.model(input_ids=row, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]]))
+    compiled = torch.compile(model.model, backend="eager", fullgraph=True)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    message = "expected one document per row for a backbone of type"
+    with pytest.raises(ValueError, match=message):
+        model.model(input_ids=row, position_ids=packed)
+    with pytest.raises(RuntimeError, match=message):
+        compiled(input_ids=row, position_ids=packed)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
     positions = torch.tensor([[1, 1, 0, 1, 2, 3, 4, 5]])  # as generate counts them
-    found = hidden_states(model, input_ids=row, position_ids=positions, attention_mask=mask)
+    inputs = {"input_ids": row, "position_ids": positions, "attention_mask": mask}
     alone = hidden_states(model, input_ids=row[:, 2:])
-    torch.testing.assert_close(found[:, 2:], alone, atol=1e-4, rtol=1e-4)
+    for found in (hidden_states(model, **inputs), compiled(**inputs).last_hidden_state):
+        torch.testing.assert_close(found[:, 2:], alone, atol=1e-4, rtol=1e-4)
