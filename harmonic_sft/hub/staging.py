@@ -40,6 +40,7 @@ from harmonic_sft.models import (
     HarmonicForCausalLM,
     HarmonicForMaskedLM,
     HarmonicModel,
+    Head,
     build_head,
     check_prototypes,
     max_positions,
@@ -195,7 +196,7 @@ def check_completed(trained: TrainedFolder, form: Form) -> None:
 
 
 def check_publishable(trained: TrainedFolder, form: Form) -> None:
-    """Refuse to publish NaN, and a head that predicts nothing.
+    """Refuse to publish NaN, a head that predicts nothing, and one whose code is not published.
 
     Of the other forms than `full` only what was trained is read.
     """
@@ -215,6 +216,12 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
     vocab_size = next(len(t) for name, t in state.items() if name.split(".")[-1] == "weight")
     with torch.device("meta"):
         head = build_head(config.head, hidden_size=size, vocab_size=vocab_size)
+    for one in head.modules():
+        if isinstance(one, Head) and not type(one).__module__.startswith("harmonic_sft.models."):
+            raise ValueError(
+                "head: expected a class of harmonic_sft/models, whose files are published, got "
+                f"{type(one).__name__} of {type(one).__module__}. Write it there"
+            )
     head.load_state_dict(state, assign=True)
     for problem in check_prototypes(head, is_tied=config.tie_word_embeddings):
         raise ValueError(f"weights: expected a head that predicts, got one of which {problem}")

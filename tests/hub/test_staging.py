@@ -101,6 +101,16 @@ def test_the_form_head_holds_what_was_trained(staged, finished_run):
     assert metadata(target / "dist_head.safetensors") == {"format": "pt"}
 
 
+@pytest.mark.parametrize("form", ["full", "head"])
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_head_whose_code_is_not_published_is_refused(staged, monkeypatch, form, inner):
+    own = type("OwnHead", (models.DistLayer,), {"__module__": "mine"})
+    monkeypatch.setitem(models.HEADS, "dist", own)  # a line in the table alone
+    settings = {"head": {"name": "rotation", "inner": {"name": "dist"}}} if inner else {}
+    with pytest.raises(ValueError, match=r"models, whose files are published, got OwnHead of mine"):
+        staged(form, **PUBLISHED, **settings)
+
+
 @pytest.mark.parametrize(
     ("form", "changes", "message"),
     [
