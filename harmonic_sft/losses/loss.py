@@ -10,6 +10,7 @@ from torch import Tensor
 from harmonic_sft.config import STRICT
 from harmonic_sft.models import Head, LossFunction, MixtureLogits
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
+from harmonic_sft.ops.options import check_labels
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -80,6 +81,7 @@ class CrossEntropyLoss(Loss):
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return one loss per token, without the logits of all tokens at once."""
         if self.impl == "reference":
+            check_labels(labels, num_rows=len(hidden_states), num_classes=len(head.weight))
             return self._dense(head, hidden_states, labels)
         logits = head.lazy_logits(hidden_states)
         if logits is None or (isinstance(logits, MixtureLogits) and not self.is_plain):

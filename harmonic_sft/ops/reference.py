@@ -12,7 +12,7 @@ from harmonic_sft.models.head import (
     distance_logits,
     label_nll,
 )
-from harmonic_sft.ops.options import LossOptions, TokenMetrics
+from harmonic_sft.ops.options import LossOptions, TokenMetrics, check_labels
 
 
 def reference_cross_entropy(
@@ -26,12 +26,15 @@ def reference_cross_entropy(
         options: As in `distance_cross_entropy`.
 
     Raises:
-        ValueError: h_exp is not below 0.
+        ValueError: A label is no class, or h_exp is not below 0.
     """
     dtype = torch.promote_types(lazy.hidden_states.dtype, lazy.weight.dtype)
     states = lazy.hidden_states.to(torch.promote_types(dtype, torch.float32))
     lazy = lazy._replace(hidden_states=states)
-    labels = labels.unsqueeze(1) if options.target_weights is None else labels
+    weights = options.target_weights
+    labels, least = (labels.unsqueeze(1), 0) if weights is None else (labels, -1)  # -1 pads
+    num_rows, num_classes = states.shape[0], lazy.weight.shape[0]
+    check_labels(labels, num_rows=num_rows, num_classes=num_classes, least=least)
     if isinstance(lazy, AffineLogits):
         logits = dense_logits(lazy)
     else:
@@ -41,7 +44,6 @@ def reference_cross_entropy(
         logits = distance_logits(lazy, labels.clamp_min(0) if labels.shape[1] == 1 else None)
     if options.class_bias is not None:
         logits = logits + options.class_bias.to(logits.dtype)
-    weights = options.target_weights
     weights = torch.ones_like(labels) if weights is None else weights
     weights = weights.to(logits.dtype) * (labels >= 0)  # [N, K]
     labels = labels.clamp_min(0)

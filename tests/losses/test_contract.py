@@ -204,6 +204,14 @@ def test_labels_that_are_no_classes_are_refused(name, variant):
         loss(head, states, labels)
 
 
+@pytest.mark.parametrize("variant", HEADS)
+def test_the_definition_refuses_labels_that_are_no_classes(variant):
+    head = build_head(VARIANTS[variant], hidden_size=D, vocab_size=V)
+    loss = make({**CE, "impl": "reference"})
+    with pytest.raises(ValueError, match=rf"^labels: expected values from 0 to {V - 1}, got -100"):
+        loss(head, torch.randn(2, D), torch.tensor([0, -100]))
+
+
 UNPREPARED = {
     "knn_label_smoothing": "a table of neighbors",
     "wasserstein on fixed ground": "a copy of the prototypes for ground fixed",

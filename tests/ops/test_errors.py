@@ -126,13 +126,25 @@ def test_exponents_and_eps_out_of_range_are_refused(given, message, impl):
         call(impl=impl, **given)
 
 
-@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize(("linear", "impl"), [(False, "chunked"), (True, "reference")])
 @pytest.mark.parametrize(("labels", "message"), OF_LABELS)
-def test_labels_out_of_range_are_refused(labels, message, linear):
+def test_labels_out_of_range_are_refused(labels, message, linear, impl):
     labels = torch.tensor(labels)
     weights = half(N, 1) if labels.dim() == 2 else None
     with refused(f"labels: expected values {message}. Drop ignored positions first"):
-        call(**soft(labels, weights), linear=linear, impl="chunked")
+        call(**soft(labels, weights), linear=linear, impl=impl)
+
+
+def test_labels_inside_of_transforms_are_not_looked_at():
+    rows, labels = torch.randn(N, D), torch.arange(N)
+
+    def loss(row, label):
+        return call(hidden_states=row[None], labels=label[None], linear=True, impl="reference")[0]
+
+    found = torch.func.vmap(torch.func.grad(loss))(rows, labels)
+    states = rows.clone().requires_grad_()
+    call(hidden_states=states, labels=labels, linear=True).sum().backward()
+    torch.testing.assert_close(found, states.grad)
 
 
 @pytest.mark.parametrize("linear", [False, True])
