@@ -104,10 +104,10 @@ class HarmonicConfig(PreTrainedConfig):
 
     @property
     def h_exp(self) -> float | None:
-        """The exponent reached, None for heads without one."""
+        """The exponent that `head` names, or the head inside it; None if they name none."""
         head = self.head
-        while "inner" in head:  # a head around another one
-            head = head["inner"]
+        while inner := head.get("inner"):
+            head = inner
         return head.get("h_exp")
 
 

@@ -85,8 +85,8 @@ class Head(nn.Module, ABC):
 
     Attributes:
         weight: `[V, D]`, one row per class: what is tied, initialized and counted.
-        scaled_by_h_exp: Whether logits are proportional to `h_exp`, so that another exponent can
-            be tried on logits that are there.
+        scaled_by_h_exp: Whether logits are proportional to `h_exp`, up to a constant per row, so
+            that another exponent can be tried on logits that are there.
     """
 
     weight: nn.Parameter
@@ -107,11 +107,12 @@ class Head(nn.Module, ABC):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[..., V]`, float32 or better, for hidden states `[..., D]`."""
-        rows = hidden_states if hidden_states.dim() == 2 else hidden_states.flatten(0, -2)
+        is_rows = hidden_states.dim() == 2
+        rows = hidden_states if is_rows else hidden_states.reshape(-1, hidden_states.shape[-1])
         lazy = self.lazy_logits(rows)
         assert lazy is not None, "a head without lazy logits has a forward pass of its own"
         logits = dense_logits(lazy)
-        return logits if rows is hidden_states else logits.unflatten(0, hidden_states.shape[:-1])
+        return logits if is_rows else logits.view(*hidden_states.shape[:-1], logits.shape[-1])
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:

@@ -36,6 +36,8 @@ def test_states_may_have_any_axes_before_the_last(name):
     head, states, _ = make(name)
     logits = head(states)
     close(head(states.unflatten(0, (2, -1))), logits.unflatten(0, (2, -1)))
+    close(head(states[0]), head(states[:1])[0])
+    assert head(states.new_empty(2, 0, states.shape[1])).shape == (2, 0, logits.shape[1])
 
 
 def test_every_head_has_a_variant():

@@ -135,6 +135,7 @@ def test_an_exponent_is_below_zero_and_of_a_distance_head(bases, tmp_path):
     model.dist_head.h_exp = -5.5
     model.save_pretrained(tmp_path)
     assert HarmonicConfig.from_pretrained(tmp_path).h_exp == -5.5
+    assert HarmonicConfig(head={"name": "rotation", "inner": None}).h_exp is None
     linear = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "linear"})
     with pytest.raises(ValueError, match="h_exp: expected a dist head, got linear"):
         linear.h_exp = -3.0
