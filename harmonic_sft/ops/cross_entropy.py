@@ -63,7 +63,7 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
         h_exp: Below 0; a tensor of no axis to learn it. Acts on the squared distance (the paper's
             n is -2 * h_exp).
         unit_sphere: Normalize both sides; gradients are then tangent to the sphere. A vector of
-            norm 0 is at a right angle to every other and gets no gradient.
+            norm 0, or up to 1e-12, is at a right angle to every other and gets no gradient.
         eps: Added to d ** 2, in squared units of the hidden states.
         reduction: "none", "sum", or "mean", which divides by N whatever the weights are.
         options: Weights, bias, smoothing, soft targets and how gradients are made.

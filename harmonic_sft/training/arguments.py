@@ -118,7 +118,9 @@ class HarmonicTrainingArguments(TrainingArguments):
         "enable_jit_checkpoint",
         "After a SIGTERM save a checkpoint at the end of the step and exit with 143.",
     )
-    save_total_limit: int | None = _theirs("save_total_limit", "Checkpoints that are kept.")
+    save_total_limit: int | None = _theirs(
+        "save_total_limit", "Checkpoints that are kept; 0 keeps all."
+    )
     lr_scheduler_type: str = field(
         default="warmup_stable_decay",
         metadata={
