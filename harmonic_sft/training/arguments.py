@@ -291,7 +291,7 @@ class HarmonicTrainingArguments(TrainingArguments):
 
         Args:
             base: Name of the model.
-            task: Of the model, where the arguments do not say.
+            task: What is trained, whatever the arguments say.
             own_head: Settings of the head that the model has and keeps unless `head` names one.
             peft: LoRA.
             is_stream: The training data are read while training.

@@ -73,6 +73,7 @@ POSITIVE = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
     "gradient_accumulation_steps",
+    "eval_accumulation_steps",
     "logging_steps",
     "save_steps",
     "eval_steps",

@@ -221,6 +221,7 @@ REFUSED = [
     (["training.save_strategy=best", "training.eval_strategy=steps"], "while h_exp is annealed"),
     (["training.metric_for_best_model=f1"], "metric_for_best_model: expected one of .* got 'f1'"),
     (["training.gradient_accumulation_steps=0"], "accumulation_steps: expected a number above 0"),
+    (["training.eval_accumulation_steps=0"], "eval_accumulation_steps: expected a number above 0"),
     (["training.learning_rate=.nan"], "training.learning_rate: expected a number above 0, got nan"),
     (["training.max_grad_norm=.inf"], "expected 0 or more, got inf; 0 is no clipping"),
     (["training.adam_beta1=1"], "training.adam_beta1: expected 0 or more and below 1, got 1"),
