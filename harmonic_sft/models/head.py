@@ -141,7 +141,14 @@ class Head(nn.Module, ABC):
 
     @torch.no_grad()
     def initialize_(self, embeddings: Tensor) -> Self:
-        """Copy `embeddings` `[V, D]` into the prototypes."""
+        """Copy `embeddings` `[V, D]` into the prototypes.
+
+        Raises:
+            ValueError: They are not one vector for each class.
+        """
+        if embeddings.shape != self.weight.shape:
+            expected, got = list(self.weight.shape), list(embeddings.shape)
+            raise ValueError(f"embeddings: expected {expected}, got {got}")
         self.weight.copy_(embeddings)
         return self
 
@@ -173,7 +180,7 @@ class SphereHead(Head):
 
         A row of zeros (a padding token, often) has no direction and gets a random one.
         """
-        self.weight.copy_(embeddings)
+        super().initialize_(embeddings)
         if self.unit_sphere:
             empty = self.weight.norm(dim=-1) == 0
             generator = torch.Generator().manual_seed(0)

@@ -40,6 +40,15 @@ def test_states_may_have_any_axes_before_the_last(name):
     assert head(states.new_empty(2, 0, states.shape[1])).shape == (2, 0, logits.shape[1])
 
 
+@every_head
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_prototypes_start_at_one_vector_for_each_class(name, num_rows):
+    head, *_ = make(name)
+    given = torch.randn(num_rows, head.weight.shape[1])
+    with pytest.raises(ValueError, match=r"^embeddings: expected \[.*\], got \[[13], \d+\]$"):
+        head.initialize_(given)
+
+
 def test_every_head_has_a_variant():
     assert {settings["name"] for settings in VARIANTS.values()} == set(HEADS)
 
