@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 Impl = Literal["auto", "reference", "chunked", "triton"]
@@ -107,18 +106,20 @@ def check_count(labels: Tensor, num_rows: int) -> None:
 def check_labels(labels: Tensor, *, num_rows: int, num_classes: int, least: int = 0) -> None:
     """Refuse labels `[N]` that are not one class for each row, as far as no device is waited for.
 
-    `[N, K]` are as many for each row; a `least` of -1 lets pads pass. Those inside a transform of
-    `torch.func` are not looked at.
+    `[N, K]` are as many for each row; a `least` of -1 lets pads pass. Those inside
+    `torch.func.vmap` are not looked at.
 
     Raises:
         ValueError: There are more or fewer, or one is no class.
     """
     check_count(labels, num_rows)
-    if torch.compiler.is_compiling() or labels.device.type != "cpu" or not num_rows:
+    is_known = labels.device.type == "cpu" and not isinstance(labels, FakeTensor)
+    if torch.compiler.is_compiling() or not is_known or not num_rows:
         return
-    if isinstance(labels, FakeTensor) or is_functorch_wrapped_tensor(labels):  # without values
+    try:
+        found, most = int(labels.min()), int(labels.max())
+    except RuntimeError:  # inside `torch.func.vmap` they have no values
         return
-    found, most = int(labels.min()), int(labels.max())
     if found < least or most >= num_classes:
         raise ValueError(
             f"labels: expected values from {least} to {num_classes - 1}, got {found} to {most}. "
