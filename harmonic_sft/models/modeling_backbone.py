@@ -520,17 +520,27 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[B, T, V]` for hidden states `[B, T, D]`."""
+        _ = self.active_head  # raises if there is none; PEFT's wrapper refuses mixed batches
         return self.dist_head(hidden_states.flatten(0, 1)).unflatten(0, hidden_states.shape[:2])
 
     @property
     def active_head(self) -> Head:
-        """The head that computes: PEFT wraps `dist_head` and trains a copy."""
-        wrapper: Any = self.dist_head
-        if not hasattr(wrapper, "modules_to_save"):
-            return wrapper
-        if wrapper.disable_adapters or not wrapper.active_adapters:
-            return wrapper.original_module
-        return wrapper.modules_to_save[wrapper.active_adapters[0]]
+        """The head that computes: PEFT wraps `dist_head` and trains a copy.
+
+        Raises:
+            ValueError: PEFT has put something else in its place.
+        """
+        head: Any = self.dist_head
+        if hasattr(head, "modules_to_save"):
+            is_off = head.disable_adapters or not head.active_adapters
+            copies = head.modules_to_save
+            head = head.original_module if is_off else copies[head.active_adapters[0]]
+        if not hasattr(head, "nll"):
+            raise ValueError(
+                f"dist_head: expected a head, got PEFT's {type(head).__name__} in its place. Train "
+                'it whole, modules_to_save=["dist_head"], and leave the table of a tied one alone'
+            )
+        return head
 
     @property
     def h_exp(self) -> float | None:

@@ -423,6 +423,23 @@ def test_the_head_that_peft_trains_is_the_one_that_counts(bases):
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, "Linear"),
+        ({"target_parameters": ["dist_head.weight"]}, "ParamWrapper"),
+    ],
+)
+def test_what_peft_puts_in_place_of_a_head_is_refused(bases, options, found):
+    model = make(bases, tie="modules_to_save" in options)
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], **options))
+    for labels in (None, ROWS):
+        with pytest.raises(ValueError, match=f"dist_head: expected a head, got PEFT's {found}"):
+            wrapped(input_ids=ROWS, labels=labels)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_the_exponent_is_that_of_the_head_which_computes(bases):
     model = make(bases, head={**HEADS["sphere"], "learn_h_exp": True})
     model.dist_head.log_steepness.data.fill_(1.0)
