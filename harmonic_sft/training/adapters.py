@@ -70,17 +70,12 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     the rest is loaded in 16 bits.
 
     Raises:
-        ValueError: A model that has LoRA, a target without a linear layer, a block that does not
-            exist, or a layer whose own weights train.
+        ValueError: A target without a linear layer, a block that does not exist, or a layer whose
+            own weights train.
 
     Source:
         Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685.
     """
-    if has_lora(model):
-        raise ValueError(
-            "peft: expected a model without LoRA, got one that has it. Save it and load it again, "
-            "which merges it, or train it without a new peft_config"
-        )
     backbone = model.model.backbone
     targets = _target_layers(backbone, peft)
     low_precision = next(backbone.parameters()).dtype != torch.float32

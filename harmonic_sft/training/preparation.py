@@ -475,16 +475,15 @@ def _check_model(model: Any) -> None:
         )
     if isinstance(model, str):
         return
-    # LoRA of an earlier training of ours is in `model.model`, and is merged when it is saved.
-    own = isinstance(model, HarmonicHeadModel) and hasattr(model.model, "peft_config")
-    wrappers = () if own else (BaseTunerLayer, AuxiliaryTrainingWrapper)
     if any(
-        getattr(part, "_hf_peft_config_loaded", False) or isinstance(part, wrappers)
+        getattr(part, "_hf_peft_config_loaded", False)
+        or isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)
         for part in model.modules()
     ):
         raise ValueError(
             f"model: expected one without a PEFT adapter, got a {type(model).__name__} with one. "
-            "Merge it first: PeftModel.from_pretrained(...).merge_and_unload(), or give peft_config"
+            "Merge it first: PeftModel.from_pretrained(...).merge_and_unload(), or of one that was "
+            "trained here, save it and load it again. Or give peft_config"
         )
 
 

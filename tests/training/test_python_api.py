@@ -489,6 +489,22 @@ def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, mak
         make(arguments("third"), peft_config=LoraConfig(r=2, target_modules=".*query"))
 
 
+def test_a_model_with_lora_of_a_training_is_merged_before_another_one(arguments, make, tmp_path):
+    """A second training of its blocks would train what stands under the LoRA and is in no form."""
+    first = make(arguments(unfreeze=0), peft_config=LoraConfig(r=2, target_modules=["query"]))
+    first.train()
+    for options in ({}, {"peft_config": LoraConfig(r=2)}):
+        with pytest.raises(ValueError, match=r"expected one without .* save it and load it again"):
+            make(arguments("second"), model=first.model, **options)
+    first.save_model(str(tmp_path / "merged"))
+    second = make(
+        arguments("second"), model=HarmonicForMaskedLM.from_pretrained(tmp_path / "merged")
+    )
+    second.train()
+    earlier = set(first.model.config.trained_parameters)
+    assert earlier < set(second.model.config.trained_parameters)
+
+
 def test_a_run_continues_from_its_last_checkpoint(arguments, make):
     whole = make(arguments("run", **SAVING))
     whole.train()
