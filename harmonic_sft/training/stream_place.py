@@ -67,4 +67,10 @@ class StreamPlace:
             # Until 2026-11-24 the counts of a window stood beside its snapshot.
             for stream, (skipped, *duplicates) in state.pop("left_out", {}).items():
                 state["streams"][stream] |= {"skipped": skipped, "duplicates": duplicates}
+            if any("duplicates" not in place for place in state["streams"].values()):
+                raise ValueError(
+                    f"resume: expected a stream without copies of held-out documents, got "
+                    f"{str(checkpoint)!r} of a version that left them in. Give the checkpoint as "
+                    "the model of a new run"
+                )
         self._rows.state = self.state = merge(states)

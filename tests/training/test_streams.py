@@ -134,6 +134,15 @@ def test_a_checkpoint_of_an_earlier_version_knows_what_was_left_out(tmp_path):
     assert place.state == rows.state == expected
 
 
+def test_a_checkpoint_of_a_stream_that_kept_copies_of_held_out_documents_is_refused(tmp_path):
+    window = {"rows": 4, "windows": 1, "skipped": 0, "reasons": [], "sources": []}
+    state = {"rows": 9, "streams": {"0": window}}
+    (tmp_path / "stream_state_0.json").write_text(json.dumps(state))
+    place = StreamPlace(SimpleNamespace(), SimpleNamespace())
+    with pytest.raises(ValueError, match="resume: expected a stream without copies of held-out"):
+        place.load(tmp_path)
+
+
 def test_a_stream_that_is_killed_after_its_last_step_knows_what_it_left_out(stream_yaml, tmp_path):
     path = stream_yaml(max_steps=3, save_steps=3)
     whole = start(path)
