@@ -644,7 +644,8 @@ def share_weights(like: Path) -> None:
     """
     for path in like.parent.glob("*.safetensors"):
         with suppress(OSError):  # a file system without modes, or no such file in this process
-            path.chmod(like.stat().st_mode)
+            if not path.is_symlink():  # safetensors writes none
+                path.chmod(like.stat().st_mode)
 
 
 def _report_useless(model: HarmonicPreTrainedModel) -> None:
