@@ -60,8 +60,8 @@ class HeadCallback(TrainerCallback):
         """Bring the prototypes back to norm 1."""
         model = kwargs["model"]
         model.renormalize_prototypes_()
-        if self.h_exp is not None:
-            self.taken_at = model.h_exp  # which a callback of the user's may have set
+        # A callback of the user's may have set it; a search may have trials without one.
+        self.taken_at = None if self.h_exp is None else model.h_exp
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prepare the next step; evaluation and checkpoints come later and see the same."""
