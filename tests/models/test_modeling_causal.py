@@ -565,9 +565,11 @@ def test_a_cache_of_tuples_is_not_ignored(bases):
         make(bases)(ROWS, past_key_values=((keys, keys),) * 2)
 
 
-@pytest.mark.parametrize(("family", "expected"), [("gemma2", "eager"), ("llama", "sdpa")])
-def test_the_configuration_says_which_attention_the_body_has(family, expected, tmp_path):
-    model = HarmonicForCausalLM.from_base(str(save_decoder(family, tmp_path / "base")))
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_the_configuration_says_which_attention_the_body_has(family, tmp_path):
+    base = save_decoder(family, tmp_path / "base")
+    expected = AutoModelForCausalLM.from_pretrained(base).config._attn_implementation
+    model = HarmonicForCausalLM.from_base(str(base))
     model.save_pretrained(tmp_path / "saved")
     for one in (model, HarmonicForCausalLM.from_pretrained(tmp_path / "saved")):
         used = one.config._attn_implementation
