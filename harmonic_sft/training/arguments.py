@@ -256,8 +256,10 @@ class HarmonicTrainingArguments(TrainingArguments):
 
     def _check_theirs(self) -> None:
         """Settle or refuse what transformers would end at in a traceback, or let pass."""
-        # transformers would ask for the package; a seed of 0 looks like none further on.
+        # transformers would ask for the package; a 0 looks like none further on.
         check_refused({"deepspeed": self.deepspeed, "data_seed": self.data_seed})
+        if self.eval_accumulation_steps == 0:
+            raise ValueError("training.eval_accumulation_steps: expected a number above 0, got 0")
         self.report_to = "none" if self.report_to is None else self.report_to
         for name in ("log_level", "log_level_replica"):
             if (level := getattr(self, name)) not in trainer_log_levels:

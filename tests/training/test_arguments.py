@@ -117,6 +117,10 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
             {"deepspeed": {"x": 1}},
             "training.deepspeed: expected nothing, .* would lose norm 1; use",
         ),
+        (
+            {"eval_accumulation_steps": 0},
+            "^training.eval_accumulation_steps: expected a number above 0, got 0",
+        ),
         ({"data_seed": 0}, "training.data_seed: expected nothing, got 0; training.seed decides"),
     ],
 )
