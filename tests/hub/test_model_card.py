@@ -502,6 +502,7 @@ def test_the_card_of_a_model_of_answers_shows_how_to_read_one(tiny_base):
         card = make_card(make_config(head, architectures=[name], id2label=labels))
         assert "the softmax over the tokens" in card
         assert "probability of class" not in card
+    assert "with a distance head, fine-tuned to find answers" in card
     code = snippets(card)[0].replace('"me/my_model"', repr(str(tiny_base)))
     exec(code.replace("AutoModelForQ", "BertForQ"), {})
 
