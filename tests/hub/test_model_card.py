@@ -341,9 +341,9 @@ def test_the_best_exponent_is_named_where_it_differs_from_the_current_one():
     card = make_card(results=make_results(), figure="training run.png")
     assert "![Loss, learning rate and h_exp over the run](training%20run.png)" in card
     assert "moves `h_exp` from -12 to -4, which makes the probabilities flatter" in card
-    assert "The exponent that fits the evaluation split best is -6.49." in card
-    assert "it gives a loss of 4.978 nats instead of 5.965." in card
-    assert "`model.h_exp = -6.49`" in card
+    assert "The exponent that fits the evaluation split best is -6.48." in card
+    assert "it gives a loss of 4.973 nats instead of 5.956." in card
+    assert "`model.h_exp = -6.48`" in card
     config, name = make_config({**DIST, "h_exp": -12.0}), "demo_constant"
     held = make_card(config, run=make_run(name), results=make_results(name))
     assert "In these weights `h_exp` is **-12**" in held
