@@ -295,8 +295,9 @@ def check_class(head: Head) -> None:
     """
     for one in head.modules():
         if isinstance(one, Head):
-            # FSDP2 puts a class of its own before the head's.
-            own = next(c for c in type(one).__mro__ if not c.__module__.startswith("torch."))
+            # FSDP2 puts two classes before the head's: one that it makes, in `abc`, and its own.
+            classes = (c for c in type(one).__mro__ if c.__module__ != "abc")
+            own = next(c for c in classes if not c.__module__.startswith("torch."))
             name = one.settings()["name"]
             if HEADS.get(name) is not own:
                 raise ValueError(

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import BertConfig
 
 from harmonic_sft.losses import CrossEntropyLoss
@@ -307,6 +308,16 @@ def test_a_head_that_would_be_loaded_as_another_is_not_saved(own, said, outer, t
     with pytest.raises(ValueError, match=message):
         model.save_pretrained(tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_head_that_is_sharded_is_saved(tmp_path):
+    """Without several processes: `fully_shard` makes a class in this way."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    backbone = BertConfig(vocab_size=V, hidden_size=D, **sizes)
+    model = HarmonicForMaskedLM(HarmonicConfig(text_config=backbone))
+    model.dist_head.__class__ = type("FSDPDistLayer", (FSDPModule, DistLayer), {})
+    model.save_pretrained(tmp_path)
+    assert type(HarmonicForMaskedLM.from_pretrained(tmp_path).dist_head) is DistLayer
 
 
 @every_head
