@@ -120,9 +120,9 @@ def main(base: Path, out: Path) -> None:
     found["low"] = train(model, optimizer_of(model), range(1), rank, world)
     found["seen"] = seen[1:]  # at first `shard_` asks which kind of head it is
     (out / f"found_{rank}.json").write_text(json.dumps(found))
-    dist.barrier()  # a process that ends while the other still talks to it aborts, at times
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))
+    dist.barrier()  # a process that ends while the other still talks to it aborts, at times
+    dist.destroy_process_group()
