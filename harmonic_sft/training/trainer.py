@@ -420,9 +420,8 @@ class HarmonicTrainer(ResumableTrainer):
         names = super().get_decay_parameter_names(model)
         head = self.model.dist_head
         table = {name for name, weight in model.named_parameters() if weight is head.weight}
-        if any(isinstance(part, LinearHead) for part in head.modules()):
-            return [name for name in names if name in table or not name.startswith("dist_head.")]
-        return [name for name in names if name not in table and not name.startswith("dist_head.")]
+        decays = any(isinstance(part, LinearHead) for part in head.modules())
+        return [n for n in names if (decays if n in table else not n.startswith("dist_head."))]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the exponent of the step just taken to its loss, or what it is learned to be now."""
