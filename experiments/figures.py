@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryFile
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from harmonic_sft.plots import (
     new_figure,
     save_figure,
 )
-from harmonic_sft.results import environment, read_results, write_results
+from harmonic_sft.results import environment, make_folder, read_results, write_results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,13 +49,7 @@ def check_output(folder: Path) -> None:
     Raises:
         ValueError: It cannot be made, or not written.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(
-            f"output: expected a folder for files, got {str(folder)!r}: {error.strerror}"
-        ) from error
+    make_folder(folder, f"output: expected a folder for files, got {str(folder)!r}")
 
 
 def keep(name: str, payload: Payload, output: Path) -> Path:

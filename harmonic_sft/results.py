@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -128,6 +129,19 @@ def write_whole(path: Path, text: str) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def make_folder(folder: Path, refused: str) -> None:
+    """Make a folder and try a file in it, before the work whose results it takes.
+
+    Raises:
+        ValueError: It cannot be made or written: `refused`, and what the system says.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"{refused}: {error.strerror}") from error
 
 
 def file_sha256(path: Path) -> str:

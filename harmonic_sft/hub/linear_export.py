@@ -39,7 +39,7 @@ from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
 from harmonic_sft.models.modeling_backbone import share_weights
 from harmonic_sft.models.partial_checkpoint import hub_base
-from harmonic_sft.results import read_results, reading
+from harmonic_sft.results import make_folder, read_results, reading
 
 logger = logging.getLogger(__name__)
 LINEAR_HEAD_FILE = "linear_head.safetensors"
@@ -100,13 +100,7 @@ def export_linear(folder: Path, target: Path) -> Path:
     place = target.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ValueError(f"--output: expected an empty folder or none, got {str(target)!r}")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=place.parent).close()
-    except OSError as error:
-        raise ValueError(
-            f"--output: expected a folder that can be made, got {str(target)!r}: {error.strerror}"
-        ) from error
+    make_folder(place.parent, f"--output: expected a folder that can be made, got {str(target)!r}")
     model_class = LANGUAGE_MODELS[_architecture(folder)]
     with reading(folder):
         config = HarmonicConfig.from_pretrained(folder)

@@ -10,7 +10,6 @@ from glob import glob
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -53,6 +52,7 @@ from harmonic_sft.models.backbones import load_backbone
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.results import (
     environment,
+    make_folder,
     reading,
     show_table,
     without_secrets,
@@ -366,13 +366,7 @@ def _check_output(option: str, path: Path | None, config: DataConfig) -> None:
                 raise ValueError(
                     f"{option}: expected a file of its own, got {str(path)!r}, which is data"
                 )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ValueError(
-            f"{option}: expected a place for a file, got {str(path)!r}: {error.strerror}"
-        ) from error
+    make_folder(path.parent, f"{option}: expected a place for a file, got {str(path)!r}")
 
 
 def _read_ruler(name: str, opened: Opened, others: Sequence[PreTrainedConfig]) -> Ruler:
