@@ -124,11 +124,12 @@ LAZY = {
     "train": "harmonic_sft.training.run",
 }
 
+if not TYPE_CHECKING:  # or every mistyped name would be one that may be there
 
-def __getattr__(name: str) -> Any:
-    if name not in LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(LAZY[name]), name)
+    def __getattr__(name: str) -> Any:
+        if name not in LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(LAZY[name]), name)
 
 
 def __dir__() -> list[str]:

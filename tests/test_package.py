@@ -1,8 +1,11 @@
 """The package's root: what importing it registers, and the names that it gives."""
 
+import ast
 import importlib
+import inspect
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +15,8 @@ from packaging.requirements import Requirement
 
 import harmonic_sft
 from harmonic_sft._minimum import MINIMUM
+from harmonic_sft.losses.sum import Term
+from harmonic_sft.training.run_config import HExpConfig, PeftConfig
 from tests.elsewhere import run_python
 
 ANYWHERE = """
@@ -20,6 +25,15 @@ import harmonic_sft
 print([name for name in sys.argv[2:] if name in sys.modules])
 from transformers import AutoModelForMaskedLM
 print(type(AutoModelForMaskedLM.from_pretrained(sys.argv[1])).__module__)
+"""
+TYPED = """
+from typing import assert_type
+
+from harmonic_sft import HarmonicForMaskedLM, HarmonicLoss, HarmonicTrainingArguments
+from harmonic_sft import HarmonicTrianer
+
+assert_type(HarmonicForMaskedLM.from_pretrained("folder"), HarmonicForMaskedLM)
+HarmonicTrainingArguments("folder", loss=HarmonicLoss())
 """
 LATER = (
     "harmonic_sft.losses",
@@ -50,6 +64,25 @@ def test_every_public_name_is_there_and_listed():
 def test_other_names_are_not():
     with pytest.raises(AttributeError, match=r"^module 'harmonic_sft' has no attribute 'nothing'$"):
         _ = harmonic_sft.nothing
+
+
+def test_a_type_checker_knows_our_names_and_what_they_take(tmp_path):
+    (tmp_path / "program.py").write_text(TYPED)
+    root = Path(harmonic_sft.__file__).parents[1]
+    options = ("--python", sys.prefix, "--extra-search-path", root, "--output-format", "concise")
+    command = [sys.executable, "-m", "ty", "check", "--project", tmp_path, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = re.findall(r"program\.py:(\d+):", done.stdout)
+    assert found == ["5"], done.stdout  # the mistyped name
+
+
+@pytest.mark.parametrize(
+    "section", [*harmonic_sft.LOSSES.values(), Term, HExpConfig, PeftConfig], ids=str
+)
+def test_type_checkers_know_what_may_be_left_out(section):
+    calls = [n for n in ast.walk(ast.parse(inspect.getsource(section))) if isinstance(n, ast.Call)]
+    # PEP 681 knows a default by its keyword alone.
+    assert not [n for n in calls if ast.unparse(n.func) == "Field" and n.args]
 
 
 @pytest.mark.parametrize(("name", "version"), [("torch", "2.9.1"), ("transformers", "5.9.0")])

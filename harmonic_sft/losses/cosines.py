@@ -64,7 +64,9 @@ class ArcFaceLoss(_MarginLoss):
     """
 
     name: Literal["arcface"] = "arcface"
-    margin: float = Field(0.5, ge=0, lt=math.pi, description="Added to the angle, in radians")
+    margin: float = Field(
+        default=0.5, ge=0, lt=math.pi, description="Added to the angle, in radians"
+    )
 
     def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
         cosines = logits / scale
@@ -85,7 +87,7 @@ class CosFaceLoss(_MarginLoss):
     """
 
     name: Literal["cosface"] = "cosface"
-    margin: float = Field(0.35, ge=0, le=2, description="Taken from the label's cosine")
+    margin: float = Field(default=0.35, ge=0, le=2, description="Taken from the label's cosine")
 
     def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
         return logits - scale * self.margin
@@ -108,7 +110,10 @@ class InfoNCELoss(Loss):
 
     name: Literal["info_nce"] = "info_nce"
     scale: float = Field(
-        20.0, gt=0, allow_inf_nan=False, description="Multiplies the cosines: 1 / temperature"
+        default=20.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Multiplies the cosines: 1 / temperature",
     )
 
     def check(self, head: Head) -> None:

@@ -38,7 +38,9 @@ class DistillLoss(Loss):
 
     name: Literal["distill"] = "distill"
     needs = "a teacher"
-    until: float = Field(0.5, gt=0, le=1, description="Share of the run that the old head is in")
+    until: float = Field(
+        default=0.5, gt=0, le=1, description="Share of the run that the old head is in"
+    )
 
     def prepare(self, head: Head, body: nn.Module | None = None) -> "Distillation":
         """Return the loss with a frozen copy of `head`, the old one, as the teacher.

@@ -44,16 +44,22 @@ class KNNLabelSmoothingLoss(Loss):
 
     name: Literal["knn_label_smoothing"] = "knn_label_smoothing"
     needs = "a table of neighbors"
-    epsilon: float = Field(0.1, ge=0, lt=1, description="Share of the target on the neighbors")
-    num_neighbors: int = Field(10, ge=1, description="How many of the nearest prototypes")
+    epsilon: float = Field(
+        default=0.1, ge=0, lt=1, description="Share of the target on the neighbors"
+    )
+    num_neighbors: int = Field(default=10, ge=1, description="How many of the nearest prototypes")
     scale: float = Field(
-        10.0, ge=0, allow_inf_nan=False, description="1 / temperature of the neighbors' cosines"
+        default=10.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="1 / temperature of the neighbors' cosines",
     )
     refresh_every: int | None = Field(
-        None, ge=1, description="Steps after which neighbors are found again; null is never"
+        default=None, ge=1, description="Steps after which neighbors are found again; null is never"
     )
     impl: Impl = Field(
-        "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
+        default="auto",
+        description="How it is computed: see harmonic_sft.ops.distance_cross_entropy",
     )
 
     def prepare(self, head: Head) -> "NeighborSmoothing":

@@ -64,13 +64,14 @@ class CrossEntropyLoss(Loss):
 
     name: Literal["cross_entropy"] = "cross_entropy"
     label_smoothing: float = Field(
-        0.0, ge=0, lt=1, description="Share of the target spread evenly over all classes"
+        default=0.0, ge=0, lt=1, description="Share of the target spread evenly over all classes"
     )
     z_loss: float = Field(
-        0.0, ge=0, allow_inf_nan=False, description="Adds this times logsumexp(logits) ** 2"
+        default=0.0, ge=0, allow_inf_nan=False, description="Adds this times logsumexp(logits) ** 2"
     )
     impl: Impl = Field(
-        "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
+        default="auto",
+        description="How it is computed: see harmonic_sft.ops.distance_cross_entropy",
     )
 
     @property
@@ -110,7 +111,8 @@ class HarmonicLoss(Loss):
 
     name: Literal["harmonic"] = "harmonic"
     impl: Impl = Field(
-        "auto", description="How it is computed: see harmonic_sft.ops.distance_cross_entropy"
+        default="auto",
+        description="How it is computed: see harmonic_sft.ops.distance_cross_entropy",
     )
 
     def check(self, head: Head) -> None:

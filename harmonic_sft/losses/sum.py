@@ -35,7 +35,7 @@ TermSection: Any = Annotated[_ANY_TERM, Field(discriminator="name")]
 class Term:
     """One loss of a sum."""
 
-    weight: float = Field(1.0, allow_inf_nan=False, description="Factor of this loss")
+    weight: float = Field(default=1.0, allow_inf_nan=False, description="Factor of this loss")
     loss: TermSection = Field(description="Any loss but a sum, with its fields")
 
 

@@ -34,10 +34,13 @@ class WassersteinLoss(Loss):
     name: Literal["wasserstein"] = "wasserstein"
     needs = "a copy of the prototypes for ground fixed"
     top_k: int | None = Field(
-        None, ge=1, description="Only so many most probable classes and the label; null is all"
+        default=None,
+        ge=1,
+        description="Only so many most probable classes and the label; null is all",
     )
     ground: Literal["moving", "fixed"] = Field(
-        "moving", description="Distances between the prototypes, or between a copy of their start"
+        default="moving",
+        description="Distances between the prototypes, or between a copy of their start",
     )
 
     def prepare(self, head: Head) -> "Transport":

@@ -83,11 +83,11 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
+        pretrained_model_name_or_path: str | os.PathLike[str] | None,
         *model_args: Any,
         config: Any = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Self:
         """Load a model as transformers does; a partial checkpoint is completed from its base.
 
         Of another class's checkpoint a classifier takes the backbone alone, under a new head.

@@ -16,6 +16,7 @@ from transformers.training_args import trainer_log_levels
 
 from harmonic_sft.config import check_fields, load_text, parse, to_plain
 from harmonic_sft.losses import LOSSES, SumLoss
+from harmonic_sft.losses.loss import Loss
 from harmonic_sft.training.run_config import (
     CLASSIFICATION,
     DEFAULTS,
@@ -168,7 +169,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         "model that keeps its head keeps its exponent. Source: Baek et al. 2025, "
         "arXiv:2502.01628, and NeoBERT recipe.",
     )
-    loss: dict[str, Any] | str | None = _ours(
+    loss: dict[str, Any] | str | Loss | None = _ours(
         "loss",
         more="Name of a loss, a dictionary with its fields, or the loss. Default: harmonic, or "
         "cross_entropy for a head without an exponent.",

@@ -207,14 +207,15 @@ class HeadConfig(BaseModel):
 class PeftConfig:
     """LoRA beside frozen linear layers of the blocks; names are those of PEFT's LoraConfig."""
 
-    r: int = Field(8, ge=1, description="Rank of every update")
-    lora_alpha: int = Field(16, ge=1, description="Updates are scaled by lora_alpha / r")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout before every update")
+    r: int = Field(default=8, ge=1, description="Rank of every update")
+    lora_alpha: int = Field(default=16, ge=1, description="Updates are scaled by lora_alpha / r")
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before every update")
     target_modules: Literal["all-linear"] | list[str] = Field(
-        "all-linear", description="Names, or ends of names, of linear layers"
+        default="all-linear", description="Names, or ends of names, of linear layers"
     )
     layers_to_transform: list[int] | None = Field(
-        None, description="Block numbers; null is all blocks that model.unfreeze leaves frozen"
+        default=None,
+        description="Block numbers; null is all blocks that model.unfreeze leaves frozen",
     )
 
     @model_validator(mode="after")
@@ -229,15 +230,17 @@ class PeftConfig:
 class HExpConfig:
     """The exponent on the squared distance over the run; a plain number holds it."""
 
-    start: float = Field(-12.0, lt=0, allow_inf_nan=False, description="h_exp at the first step")
+    start: float = Field(
+        default=-12.0, lt=0, allow_inf_nan=False, description="h_exp at the first step"
+    )
     end: float = Field(  # nan until `_check` has seen that it was not given
-        math.nan, lt=0, allow_inf_nan=False, description="h_exp after the last step"
+        default=math.nan, lt=0, allow_inf_nan=False, description="h_exp after the last step"
     )
     schedule: Literal["linear", "learned"] = Field(
-        "linear", description="linear over the whole run, or learned: trained from start on"
+        default="linear", description="linear over the whole run, or learned: trained from start on"
     )
     calibrate: bool = Field(
-        False, description="Before training, scale start and end to fit a few batches best"
+        default=False, description="Before training, scale start and end to fit a few batches best"
     )
 
     @model_validator(mode="before")
