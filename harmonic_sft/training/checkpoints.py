@@ -329,16 +329,16 @@ def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
 def load_exactly_(
     model: HarmonicHeadModel, saved: dict[str, Tensor], folder: Path, *, names: Collection[str]
 ) -> None:
-    """Lay what a checkpoint trained over the weights of its base, and over no others.
+    """Lay what a checkpoint trained over the weights of its base.
 
     Args:
         model: With the frozen weights of the base.
         saved: What was trained.
-        folder: Of the checkpoint, whose manifest knows the frozen weights.
+        folder: Of the checkpoint.
         names: Of the tensors that the model trains.
 
     Raises:
-        ValueError: The model trains other tensors, or has other frozen weights.
+        ValueError: The model trains other tensors.
     """
     different = sorted(saved.keys() ^ set(names))
     if different:
@@ -346,7 +346,6 @@ def load_exactly_(
             f"resume: expected the tensors that this run trains, got {str(folder)!r} with others, "
             f"such as {different[0]!r}. Resume with the settings of the run that saved it"
         )
-    check_frozen(model, folder)
     model.load_state_dict(saved, strict=False)
 
 

@@ -21,6 +21,7 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainerState,
+    __version__,
 )
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
@@ -34,6 +35,7 @@ from harmonic_sft.data.batches import EpochSampler, MaskedRows
 from harmonic_sft.data.row_maker import rows_digest
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.scoring import DivergedError
+from harmonic_sft.hub.run_folder import read_tensors
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.models.backbones import load_checked
 from harmonic_sft.models.configuration_harmonic import quantization_method
@@ -123,7 +125,6 @@ class ResumableTrainer(Trainer):
         self._best: str | None = None  # the best checkpoint of a run that is resumed
         self._keep: int | None = None  # how many checkpoints, while a training is on
         self._frozen: str | None = None  # checksum of the frozen weights
-        self._misses_weights = False  # of the checkpoint that transformers has just loaded
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
         """Write down what is trained, which makes the output folder this run's.
@@ -238,7 +239,7 @@ class ResumableTrainer(Trainer):
             state = read_state(checkpoint, needs_best=args.load_best_model_at_end)
             if self._is_done(checkpoint, state):  # transformers would train one more step
                 logger.warning("Finished: nothing is left to train after %s.", checkpoint)
-                self.load_finished(checkpoint, state)
+                self._load_finished(checkpoint, state)
                 return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
             if isinstance(self.train_dataset, IterableDataset) and self.stream_place is None:
                 logger.warning(
@@ -379,43 +380,33 @@ class ResumableTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load weights; of some checkpoints only those that train.
-
-        A teacher is made of the base, whose frozen weights have to be those of the checkpoint.
-        """
-        if not load_part_(self.model, Path(resume_from_checkpoint)):
-            check_frozen(self.model, Path(resume_from_checkpoint))
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            self._load_missing(Path(resume_from_checkpoint))
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Note what was not loaded; a tied weight is in the checkpoint under its other name."""
-        tied = self.model.all_tied_weights_keys
-        load_result.missing_keys[:] = [key for key in load_result.missing_keys if key not in tied]
-        self._misses_weights = bool(load_result.missing_keys)
-        if not self._misses_weights:
-            super()._issue_warnings_after_load(load_result)
-
-    def _load_missing(self, folder: Path) -> None:
-        """Load a checkpoint in which transformers has saved experts under the names of its files.
-
-        Only `from_pretrained` knows them. The trainers of transformers 5.23 would leave such
-        weights as they are, with a warning.
-        """
-        if self._misses_weights:
-            model_class, config = type(self.model), HarmonicConfig.from_pretrained(folder)
-            whole = load_checked(model_class, str(folder), config, dtype="auto")
-            self.model.load_state_dict(whole.state_dict())
-            self._misses_weights = False
+        """Load weights onto the frozen ones of the checkpoint: a teacher is made of the base."""
+        folder = Path(resume_from_checkpoint)
+        check_frozen(self.model, folder)
+        before = HarmonicConfig.from_pretrained(folder).transformers_version
+        if before != __version__:
+            logger.warning("%s is of transformers %s, this is %s.", folder, before, __version__)
+        self._load_weights(folder)
 
     def _load_best_model(self) -> None:
-        """Load the best checkpoint, if it is whole, though it may hold only what trains."""
+        """Load the best checkpoint, if it is whole."""
         assert self.state.best_model_checkpoint is not None, "the callers look"
         folder = Path(self.state.best_model_checkpoint)
         check_whole(folder, is_best=True)
+        self._load_weights(folder)
+
+    def _load_weights(self, folder: Path) -> None:
+        """Load the weights of a checkpoint and their exponent; of some only those that train."""
+        config = HarmonicConfig.from_pretrained(folder)
         if not load_part_(self.model, folder):
-            super()._load_best_model()
-            self._load_missing(folder)
+            saved = dict(read_tensors(folder, ("",)))
+            found = self.model.load_state_dict(saved, strict=False)
+            missing = set(found.missing_keys).difference(self.model.all_tied_weights_keys)
+            if missing or found.unexpected_keys:  # experts have other names in files
+                whole = load_checked(type(self.model), str(folder), config, dtype="auto")
+                self.model.load_state_dict(whole.state_dict())
+        if config.h_exp is not None and not self.run_config.learns_h_exp:
+            self.model.h_exp = config.h_exp
 
     def _is_done(self, checkpoint: Path, state: TrainerState) -> bool:
         """Whether a checkpoint is the last one of these arguments."""
@@ -431,7 +422,7 @@ class ResumableTrainer(Trainer):
             return state.global_step >= self.args.max_steps
         return is_own and state.global_step >= state.max_steps
 
-    def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
+    def _load_finished(self, checkpoint: Path, state: TrainerState) -> None:
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state

@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
-    TrainerState,
     TrainingArguments,
     get_wsd_schedule,
 )
@@ -39,7 +38,6 @@ from harmonic_sft.eval import documents_of, score, summarize
 from harmonic_sft.hub import check_destination, push
 from harmonic_sft.losses import Distillation
 from harmonic_sft.models import (
-    HarmonicConfig,
     HarmonicForQuestionAnswering,
     HarmonicForSequenceClassification,
     HarmonicHeadModel,
@@ -194,23 +192,6 @@ class HarmonicTrainer(ResumableTrainer):
         self.old_head = None  # measured by now, and as large as the new one
         self._num_bad_steps = 0  # that this session has left out
         return super().train_from(checkpoint, trial, ignore_keys_for_eval)
-
-    def load_finished(self, checkpoint: Path, state: TrainerState) -> None:
-        """See `ResumableTrainer.load_finished`."""
-        self._load_exponent(checkpoint)
-        super().load_finished(checkpoint, state)
-
-    def _load_best_model(self) -> None:
-        """See `ResumableTrainer._load_best_model`."""
-        super()._load_best_model()
-        self._load_exponent(self.state.best_model_checkpoint)
-
-    def _load_exponent(self, checkpoint: Any) -> None:
-        """Load a checkpoint's exponent with its weights: they belong together."""
-        if self._head_callback.h_exp is not None:
-            saved = HarmonicConfig.from_pretrained(str(checkpoint))
-            assert saved.h_exp is not None, "it is annealed"
-            self.model.h_exp = saved.h_exp
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """Wrap the model for all processes, also after an evaluation.

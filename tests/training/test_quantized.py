@@ -28,12 +28,7 @@ from harmonic_sft.hub.staging import check_form, stage
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.backbones import check_embeddings, is_quantized, settle_quantized_
 from harmonic_sft.training import load_run_config
-from harmonic_sft.training.adapters import load_part_
-from harmonic_sft.training.checkpoints import (
-    frozen_sha256,
-    save_trained,
-    write_manifest,
-)
+from harmonic_sft.training.checkpoints import check_frozen, frozen_sha256, write_manifest
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.loading import load_base_config
@@ -302,12 +297,11 @@ def test_a_given_quantized_model_is_merged_too(four_bits, tmp_path):
 def test_what_a_weight_was_packed_with_is_told_apart(four_bits, tmp_path):
     model = HarmonicForCausalLM.from_base(str(four_bits))
     model.model.requires_grad_(False)
-    save_trained(model, tmp_path)
     write_manifest(tmp_path, rows_per_step=8, frozen_sha256=frozen_sha256(model))
-    load_part_(model, tmp_path)
+    check_frozen(model, tmp_path)
     model.model.backbone.layers[1].mlp.up_proj.weight.quant_state.absmax[0] += 1
     with pytest.raises(ValueError, match="resume: expected the frozen weights that"):
-        load_part_(model, tmp_path)
+        check_frozen(model, tmp_path)
 
 
 @PEFT_WARNINGS

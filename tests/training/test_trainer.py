@@ -9,6 +9,7 @@ import transformers
 from packaging.version import Version
 from transformers import TrainerCallback, default_data_collator
 
+from harmonic_sft.training import resumable_trainer
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.checkpoints import load_running_loss
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -129,13 +130,27 @@ def test_a_loss_logged_after_a_resume_is_the_mean_since_the_last_log(
     assert load_running_loss(checkpoint, again.args) == (saved["sum"] / 2, 0)  # of two processes
 
 
-def test_nobody_misses_a_tied_weight_when_a_run_is_resumed(make_yaml, tmp_path, monkeypatch):
+def test_nobody_misses_a_tied_weight_when_a_run_is_resumed(
+    make_yaml, tmp_path, monkeypatch, caplog
+):
     words = ["head={name: linear, tie: true}", "h_exp=null", "loss={name: cross_entropy}"]
     words += ["model.unfreeze={patterns: ['*']}", "training.max_steps=1"]
-    trainer, warned = trained(make_yaml(), *words), []
-    monkeypatch.setattr(transformers.trainer.logger, "warning", warned.append)
+    trainer, again = trained(make_yaml(), *words), []
+    monkeypatch.setattr(resumable_trainer, "load_checked", lambda *args, **kwargs: again.append(1))
     trainer._load_from_checkpoint(str(tmp_path / "run" / "checkpoint-1"))
-    assert not warned
+    assert not again
+    assert "of transformers" not in caplog.text
+
+
+def test_a_checkpoint_of_another_version_of_transformers_is_named(make_yaml, tmp_path, caplog):
+    trainer = trained(make_yaml(), "training.max_steps=1")
+    folder = tmp_path / "run" / "checkpoint-1"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
+    trainer._load_from_checkpoint(str(folder))
+    assert f"checkpoint-1 is of transformers 5.0.0, this is {transformers.__version__}." in (
+        caplog.text
+    )
 
 
 def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
