@@ -203,6 +203,7 @@ def record(
         "base_digest": base_digest,
     }
     write_results(folder / "results", LIST, payload)
+    (folder / "results" / TRAINED).unlink(missing_ok=True)  # of a run that ended at its start
     if trained is not None:
         np.save(folder / "results" / TRAINED, trained)
 

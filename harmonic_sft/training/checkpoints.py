@@ -302,14 +302,15 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None:
-    """Delete the checkpoints of the lowest steps, but not protected ones, until `keep` are left.
+    """Delete checkpoints, but not protected ones, until `keep` are left.
 
-    None and numbers below 1 keep all, as in transformers. The clock plays no part.
+    Those that were not saved to their end go first, then those of the lowest steps; the clock plays
+    no part. None and numbers below 1 keep all, as in transformers.
     """
     if keep is None or keep < 1:
         return
     found = all_checkpoints(folder)
-    others = [path for path in found if path not in set(protected)]
+    others = sorted((path for path in found if path not in set(protected)), key=was_saved)
     num_protected = len(found) - len(others)
     for path in others[: max(0, len(found) - max(keep, num_protected))]:
         shutil.rmtree(path, ignore_errors=True)

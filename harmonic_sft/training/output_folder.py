@@ -4,7 +4,6 @@ import fcntl
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
-from harmonic_sft.data.heldout import LIST, TRAINED
 from harmonic_sft.hub.run_folder import check_saved
 from harmonic_sft.losses import DistillLoss, InfoNCELoss, SumLoss
 from harmonic_sft.results import (
@@ -39,19 +37,16 @@ RUN_FILE = "run.yaml"
 RESULTS_NAME = "train"
 SHOWN_AFTER = 60.0  # seconds: until a network drive shows what another node wrote
 PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
-REASONS = ("error.txt", "error-[0-9]*.txt", "bad_step_[0-9]*.json")  # why a run ended
-BOARD, EVENTS = "runs", "events.out.tfevents.*"  # of TensorBoard
-OF_CHECKPOINTS = (
-    "*.safetensors",
-    "*.json",
-    ".*.json.*",  # half written
-    "*.pt",
-    "*.pth",
-    "*.py",
-    "*.model",
-    "*.jinja",
-    "vocab.txt",
-    "merges.txt",
+DRAFT = f".{RUN_FILE}.[0-9]*"  # of a process that was killed while it wrote the file
+# What a run writes before its first checkpoint: the last three may say why it ended.
+OF_START = (
+    RUN_FILE,
+    DRAFT,
+    "results",
+    "runs",  # of TensorBoard
+    "error.txt",
+    "error-[0-9]*.txt",
+    "bad_step_[0-9]*.json",
 )
 MAX_STEPS = "training.max_steps"
 RESTORE = "Restore it as the run wrote it, or choose another training.output_dir"
@@ -107,7 +102,7 @@ def check_output_folder(run: RunConfig) -> None:
     )
     if not existing.is_dir():
         raise ValueError(f"training.output_dir: expected a folder, got the file {str(existing)!r}")
-    if not folder.exists() or not {*folder.iterdir()} - {*_drafts(folder, RUN_FILE)}:
+    if not folder.exists() or all(path.match(DRAFT) for path in folder.iterdir()):
         if not os.access(existing, os.W_OK | os.X_OK):
             raise ValueError(
                 f"training.output_dir: expected a folder that you may write, got {str(folder)!r}. "
@@ -120,7 +115,7 @@ def check_output_folder(run: RunConfig) -> None:
             "other files. Choose another one"
         )
     if not run.resume:
-        if _leftovers(folder):
+        if _is_abandoned(folder):
             return
         raise holds_a_run(folder)
     old = _claimed(folder)
@@ -271,34 +266,19 @@ def _changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:
     )
 
 
-def _leftovers(folder: Path) -> list[Path]:
-    """Return all that is in a folder whose run never completed a checkpoint, the claim last.
+def _is_abandoned(folder: Path) -> bool:
+    """Whether the run in a folder never completed a checkpoint, and another may write over it.
 
-    Empty if it did, or if there is anything that no run writes before its first checkpoint, such
-    as a `run.yaml` of the user's own.
+    It may not where anything stands that no run writes before, such as a `run.yaml` of the user's.
     """
     checkpoints = all_checkpoints(folder)
-    if any(map(was_saved, checkpoints)) or not _is_claim(folder / RUN_FILE):
-        return []
-    saved = [path for one in checkpoints for path in one.rglob("*") if not path.is_dir()]
-    if not all(any(map(path.match, OF_CHECKPOINTS)) for path in saved):
-        return []
-    results = folder / "results"
-    reasons = [path for pattern in REASONS for path in folder.glob(pattern)]
-    named = ("before.json", f"{LIST}.json", TRAINED)
-    drafts = [*_drafts(folder, RUN_FILE), *_drafts(results, *named)]
-    written = [*reasons, *(results / name for name in named), *drafts, results, *checkpoints]
-    if all(path.is_dir() or path.match(EVENTS) for path in (folder / BOARD).rglob("*")):
-        written.append(folder / BOARD)
-    written = [path for path in written if path.exists()] + [folder / RUN_FILE]
-    found = {*folder.iterdir(), *(results.iterdir() if results.is_dir() else ())}
-    return written if found == set(written) else []
-
-
-def _drafts(folder: Path, *names: str) -> list[Path]:
-    """Return what a process that was killed while it wrote files of these names left of them."""
-    found = [path for name in names for path in folder.glob(f".{name}.*")]
-    return [path for path in found if path.suffix[1:].isdecimal()]  # the process
+    others = {*folder.iterdir()}.difference(checkpoints)
+    return (
+        not any(map(was_saved, checkpoints))
+        and all(any(map(path.match, OF_START)) for path in others)
+        and not results_path(folder).exists()
+        and _is_claim(folder / RUN_FILE)
+    )
 
 
 def _is_claim(path: Path) -> bool:
@@ -323,17 +303,22 @@ def claim_output_folder(run: RunConfig) -> None:
     run.output_dir.mkdir(parents=True, exist_ok=True)
     path = run.output_dir / RUN_FILE
     with locked(run.output_dir):
-        if path.exists() and not run.resume:
-            _start_again(run.output_dir)
-        if path.exists():
+        if path.exists() and run.resume:
             old = _claimed(run.output_dir)
             is_longer = _changed_keys(to_plain(old), run) == [MAX_STEPS]
             is_here = old.output_dir == run.output_dir
             if not is_longer and old.data == run.data and is_here:
                 return  # else there are more steps, an address signed again, or a folder moved
+        elif path.exists():
+            if not _is_abandoned(run.output_dir):
+                raise ValueError(
+                    f"training.output_dir: expected an empty folder, got {str(run.output_dir)!r}, "
+                    "which another run has just claimed. Choose another one"
+                )
+            logger.warning(
+                "The run in %s ended before its first checkpoint. It starts again.", run.output_dir
+            )
         write_whole(path, to_yaml(run))
-        for draft in _drafts(run.output_dir, RUN_FILE):
-            draft.unlink()
 
 
 def check_shared(folder: Path) -> None:
@@ -362,26 +347,6 @@ def _comes_true(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.2)
     return True
-
-
-def _start_again(folder: Path) -> None:
-    """Delete what a run left that ended before its first checkpoint."""
-    leftovers = _leftovers(folder)
-    if not leftovers:
-        raise ValueError(
-            f"training.output_dir: expected an empty folder, got {str(folder)!r}, which another "
-            "run has just claimed. Choose another one"
-        )
-    logger.warning(
-        "The run in %s ended before its first checkpoint. It starts again; deleted: %s.",
-        folder,
-        ", ".join(str(path.relative_to(folder)) for path in leftovers),
-    )
-    for path in leftovers:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 @contextmanager

@@ -100,6 +100,13 @@ def judged(model, texts, source=HERE):
     return [(ancestor.verdict, ancestor.documents_seen) for ancestor in found]
 
 
+def test_a_stream_does_not_keep_what_a_table_left_in_its_folder(tmp_path):
+    run(tmp_path, ["a"], ["c"])
+    model = run(tmp_path, ["a"], None)
+    assert judged(model, ["c"]) == [("seen", 1)]  # of its own source
+    assert judged(model, ["d"]) == [("seen", 1)]
+
+
 def test_run_on_a_table_has_seen_what_it_recorded_and_nothing_else(tmp_path):
     model = run(tmp_path, ["a", "b"], ["c", "d"])
     assert judged(model, ["a", "b"]) == [("unseen", 0)]

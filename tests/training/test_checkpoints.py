@@ -159,6 +159,15 @@ def test_rotation_goes_by_the_step_and_not_by_the_clock(tmp_path):
     assert kept == {"9", "10-best", "100", "200"}
 
 
+def test_half_saved_checkpoints_go_before_whole_ones(tmp_path):
+    for step in (5, 10, 500):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if step < 500:
+            (tmp_path / f"checkpoint-{step}" / "manifest.json").touch()
+    rotate(tmp_path, keep=2, protected=[tmp_path / "checkpoint-10"])
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-5", "checkpoint-10"}
+
+
 def test_a_run_whose_clock_is_set_back_keeps_its_newest_checkpoints(
     make_yaml, tmp_path, add_callbacks
 ):

@@ -38,7 +38,7 @@ def test_a_run_that_was_killed_while_it_claimed_its_folder_starts(make_yaml, wor
     (run.output_dir / ".run.yaml.17").write_text("head: {na")
     check_output_folder(run)
     claim_output_folder(run)
-    assert [path.name for path in run.output_dir.iterdir()] == ["run.yaml"]
+    check_output_folder(run)
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
@@ -57,10 +57,9 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         start(path)
     (folder / "thesis.txt").unlink()
     again = start(path, "data.eval.documents=20")
-    assert "ended before its first checkpoint. It starts again; deleted: results/before.json, " in (
-        caplog.text
-    )
+    assert f"The run in {folder} ended before its first checkpoint. It starts again." in caplog.text
     assert again["final"] == finished_results["final"]
+    assert (folder / f"{EVENTS}.0").exists()
 
 
 @pytest.mark.parametrize(
@@ -71,12 +70,11 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
         "checkpoint-3-best",
         "errors_mine.txt",
         ".run.yaml.mine",
-        "runs/mine.txt",
-        "checkpoint-3/mine.txt",
         "model.safetensors",
+        "results/train.json",
     ],
 )
-def test_what_no_run_writes_is_not_deleted(make_yaml, own):
+def test_what_no_run_writes_before_a_checkpoint_is_not_written_over(make_yaml, own):
     run = load_run_config(make_yaml())
     claim_output_folder(run)
     claim = run.output_dir / "run.yaml"
