@@ -136,12 +136,11 @@ class InfoNCELoss(Loss):
         assert isinstance(lazy, AffineLogits | DistanceLogits), "prepare has checked it"
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(lazy.weight))
         candidates, targets = labels.unique(return_inverse=True)  # [U], [N]
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            states = unit_rows(at_least_float32(lazy.hidden_states))
-            # Gradients of zeros for what takes no part: processes wait for one another's.
-            idle = [p for p in head.parameters() if not len(labels) or p is not head.weight]
-            nothing = sum(p.flatten()[:0].sum() for p in idle if p.requires_grad)
-            if not len(labels):
-                return states.sum(-1) + nothing  # empty: the fused loss wants at least one class
-            points = unit_rows(lazy.weight[candidates].to(states.dtype))  # [U, D]
-            return linear_cross_entropy(self.scale * states, points, targets) + nothing
+        states = unit_rows(at_least_float32(lazy.hidden_states))
+        # Gradients of zeros for what takes no part: processes wait for one another's.
+        idle = [p for p in head.parameters() if not len(labels) or p is not head.weight]
+        nothing = sum(p.flatten()[:0].sum() for p in idle if p.requires_grad)
+        if not len(labels):
+            return states.sum(-1) + nothing  # empty: the fused loss wants at least one class
+        points = unit_rows(lazy.weight[candidates].to(states.dtype))  # [U, D]
+        return linear_cross_entropy(self.scale * states, points, targets) + nothing

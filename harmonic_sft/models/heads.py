@@ -143,9 +143,8 @@ class MultiHead(OuterHead, SphereHead):
             whole = self.inner.lazy_logits(hidden_states)
             assert isinstance(whole, AffineLogits | DistanceLogits), "INNER holds no other heads"
             return whole
-        with maybe_autocast(hidden_states.device.type, enabled=False):
-            directions = self._unit_slices(hidden_states)  # [N, D]
-            return AffineLogits(self.inner.scale * directions, self.prototypes)
+        directions = self._unit_slices(hidden_states)  # [N, D]
+        return AffineLogits(self.inner.scale * directions, self.prototypes)
 
     def _unit_slices(self, vectors: Tensor) -> Tensor:
         """Return `[N, D]` with every slice at norm 1, in float32 or better."""

@@ -156,11 +156,10 @@ class L2Head(ScaledHead):
 
     def lazy_logits(self, hidden_states: Tensor) -> AffineLogits:
         """Return what the logits of `[N, D]` are made of, up to a constant per row."""
-        with maybe_autocast(hidden_states.device.type, enabled=False):
-            hidden_states = at_least_float32(hidden_states)
-            weight = self.weight.to(hidden_states.dtype)
-            bias = -self.scale * weight.square().sum(-1)  # [V]
-            return AffineLogits(2 * self.scale * hidden_states, weight, bias)
+        hidden_states = at_least_float32(hidden_states)
+        weight = self.weight.to(hidden_states.dtype)
+        bias = -self.scale * weight.square().sum(-1)  # [V]
+        return AffineLogits(2 * self.scale * hidden_states, weight, bias)
 
 
 class PowerHead(Head):
@@ -320,6 +319,5 @@ def _debye_sum(t: Tensor, order: float) -> Tensor:
 
 
 def _normalize(vectors: Tensor) -> Tensor:
-    """Return vectors of norm 1, `[N, D]`, in float32 or better whatever autocast says."""
-    with maybe_autocast(vectors.device.type, enabled=False):
-        return unit_rows(at_least_float32(vectors))
+    """Return vectors of norm 1, `[N, D]`, in float32 or better."""
+    return unit_rows(at_least_float32(vectors))
