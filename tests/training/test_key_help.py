@@ -67,6 +67,7 @@ def test_a_key_is_explained_with_its_type_and_default(name, text):
     [
         ("modle", "config: expected one of the known keys, got 'modle'. Did you mean 'model'"),
         ("max_steps", "config: expected .* got 'max_steps'. Did you mean 'training.max_steps'"),
+        ("resume.xyz", "resume: expected one of the known keys, got 'xyz'$"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(name, message):

@@ -87,16 +87,18 @@ def test_a_push_on_its_way_is_waited_for_when_training_stops(pushed_run, monkeyp
 
 
 def test_a_trainer_that_has_waited_pushes_again(monkeypatch):
-    sent = []
+    sent, checked = [], []
     for name in ("read_trained", "stage"):
         monkeypatch.setattr(publishing, name, lambda *_, **__: None)
     monkeypatch.setattr(publishing, "upload", lambda *_: sent.append(1))
-    callback = publishing.PushCallback(Destination(repo_id="me/model"))
+    monkeypatch.setattr(publishing, "check_completed", lambda _, form: checked.append(form))
+    callback = publishing.PushCallback(Destination(repo_id="me/model", form="head"))
     for step in (3, 6):
         state = TrainerState(global_step=step)
         callback.on_save(SimpleNamespace(output_dir="run"), state, None)
         callback.finish()
     assert sent == [1, 1]
+    assert checked == ["head"]  # the base is fetched once
 
 
 def test_a_license_of_blanks_is_refused_before_anything_is_asked():

@@ -505,10 +505,11 @@ def test_a_model_with_lora_of_a_training_is_merged_before_another_one(arguments,
     assert earlier < set(second.model.config.trained_parameters)
 
 
-def test_a_run_continues_from_its_last_checkpoint(arguments, make):
+def test_a_run_continues_from_its_last_checkpoint(arguments, make, texts):
     whole = make(arguments("run", **SAVING))
     whole.train()
-    resumed = make(arguments("run", **SAVING))
+    held_out = texts.select(range(5))  # there was none before
+    resumed = make(arguments("run", **SAVING), eval_dataset=held_out)
     with pytest.raises(ValueError, match=r"in Python train\(resume_from_checkpoint=True\)"):
         resumed.train()
     resumed.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
@@ -577,6 +578,7 @@ def test_the_patience_of_early_stopping_outlives_a_resume(arguments, make, texts
     steps: dict = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
     steps |= {"save_steps": 1, "metric_for_best_model": "loss", "load_best_model_at_end": True}
     fixed = {"h_exp": -8.0, "learning_rate": 1e-30, "max_steps": 9}  # nothing gets better
+    fixed["eval_on_start"] = True  # of the run: a session that continues would count it again
 
     def start(patience=3, **options):
         callbacks = [EarlyStoppingCallback(early_stopping_patience=patience)]
@@ -662,6 +664,9 @@ def test_a_loaded_model_trains_on_the_loss_of_the_arguments_or_on_its_users_own(
     model.loss_fn = own = lambda head, hidden_states, labels: head.nll(hidden_states, labels)
     make(arguments("own"), model=model)
     assert model.loss_fn is own
+    named = make(arguments("named", loss="wasserstein"), model=model)
+    assert named.run_config.loss.name == "wasserstein"
+    assert model.loss_fn is not own
 
 
 @pytest.mark.parametrize(
@@ -705,6 +710,8 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
     search("h_exp", [-4.0, -8.5, -20.0])
     assert seen == {value: value for value in (-4.0, -8.5, -20.0)}
     search("max_steps", [1.0])  # a whole number
+    search("learning_rate", ["1e-3"])  # a text may be one
+    search("dropout", [0.0])  # the old value has no type
     for name, value in (("mask", 0.5), ("seed", 1)):
         with pytest.raises(
             ValueError, match=rf"hp_space: expected the rows .* got other \['{name}"

@@ -211,6 +211,22 @@ class Rows(IterableDataset):
             yield {"input_ids": [5, 6, 7 + k], "labels": [-100, 6, -100]}
 
 
+def test_a_stream_of_the_user_is_read_from_its_start_by_a_resumed_run(arguments, make, caplog):
+    def start(max_steps, **options):
+        args = arguments(
+            max_steps=max_steps,
+            h_exp=-12.0,
+            schedule={"decay_ratio": 0.0},
+            save_steps=1,
+            save_strategy="steps",
+        )
+        make(args, train_dataset=Rows(), data_collator=default_data_collator).train(**options)
+        return "is read from its start" in caplog.text
+
+    assert not start(1)
+    assert start(2, resume_from_checkpoint=True)
+
+
 def test_bars_count_every_batch_once_and_streams_without_a_length(arguments, make, monkeypatch):
     bar = Mock()
     monkeypatch.setattr("harmonic_sft.training.callbacks.tqdm", bar)
