@@ -475,11 +475,7 @@ def _check_model(model: Any) -> None:
         )
     if isinstance(model, str):
         return
-    if any(
-        getattr(part, "_hf_peft_config_loaded", False)
-        or isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        for part in model.modules()
-    ):
+    if any(isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper) for part in model.modules()):
         raise ValueError(
             f"model: expected one without a PEFT adapter, got a {type(model).__name__} with one. "
             "Merge it first: PeftModel.from_pretrained(...).merge_and_unload(), or of one that was "

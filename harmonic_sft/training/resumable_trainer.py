@@ -145,8 +145,7 @@ class ResumableTrainer(Trainer):
                 check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()
-        if state.num_processes > 1:
-            check_shared(folder)
+        check_shared(folder)
         self.claimed = folder
 
     @contextmanager
