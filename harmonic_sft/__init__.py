@@ -7,6 +7,9 @@ names are imported when they are first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import harmonic_sft._minimum  # noqa: F401  (before what an older transformers does not have)
+
+# isort: split
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -17,7 +20,6 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-import harmonic_sft._minimum  # noqa: F401  (before what an older transformers does not have)
 from harmonic_sft.models import (
     HEADS,
     CosineHead,

@@ -10,5 +10,5 @@ for _name, _found in (("torch", torch.__version__), ("transformers", transformer
     if Version(_found) < Version(MINIMUM[_name]):
         raise ImportError(
             f"{_name}: expected version {MINIMUM[_name]} or newer, got {_found}. "
-            f"Run pip install '{_name}>={MINIMUM[_name]}'"
+            f"Run pip install '{_name}>={MINIMUM[_name]}', and restart the kernel of a notebook"
         )
