@@ -589,6 +589,7 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
     """Return the arguments for transformers, each with the type it has there, with our defaults."""
     from transformers import TrainingArguments
 
+    check_refused(run.training)
     training = check_fields(
         TrainingArguments, {**DEFAULTS, **run.training}, "training", elsewhere=run.key_names
     )
@@ -598,7 +599,6 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
     if output_dir.startswith("~"):
         raise ValueError(f"training.output_dir: expected a home that exists, got {output_dir!r}")
     training["output_dir"] = str(Path(output_dir))
-    check_refused(training)
     for key, (value, reason) in FORCED.items():
         if (got := training.get(key, value)) != value:
             raise ValueError(f"training.{key}: expected {value!r}, got {got!r}; {reason}")

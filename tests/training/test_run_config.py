@@ -196,6 +196,7 @@ REFUSED = [
     ),
     # transformers' arguments.
     (["training.fp16=true"], "training.fp16: expected nothing, got True; use model.dtype"),
+    (["training.resume_from_checkpoint=true"], "expected nothing, got True; use resume: true"),
     (["training.lr_scheduler_type=linear"], "schedule: expected nothing beside training.lr_sch"),
     (["training.push_to_hub=true"], "write hub: {push: true, repo_id: owner/name}"),
     (["training.deepspeed=ds.json"], "got 'ds.json'; it keeps weights .* lose norm 1; use DDP"),
