@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -99,14 +100,15 @@ def train(run: RunConfig) -> dict[str, Any]:
     if is_finished(run):
         return _show_finished(run)
     ready = prepare(run)
-    if run.resume and (checkpoint := last_checkpoint(run.output_dir)) is not None:
+    checkpoint = last_checkpoint(run.output_dir) if run.resume else None
+    if checkpoint is not None:
         ready.trainer.check_continues(checkpoint)  # before anything of other data is written
     _claim(ready.trainer)
     callbacks = ready.trainer.callback_handler.callbacks
     with ready.trainer.at_work():
-        before = _measure_before(ready)
+        before = _measure_before(ready, checkpoint)
         with lasting_reports(callbacks):
-            trained = _train(ready.trainer)
+            trained = _train(ready.trainer, checkpoint)
         results = _results(ready, before, trained)
         _publish(ready.trainer, results)
     return results
@@ -190,13 +192,13 @@ def _claim(trainer: HarmonicTrainer) -> None:
     trainer.claim_output_folder(resume=run.resume)
 
 
-def _measure_before(ready: Ready) -> dict[str, Any]:
+def _measure_before(ready: Ready, checkpoint: Path | None) -> dict[str, Any]:
     """Evaluate the model as loaded; a run that continues from a checkpoint remembers the values."""
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
     before = read_whole(path, "before", "unigram_loss", "neighbors_before")
     is_recorded = read_whole(path.with_name(f"{LIST}.json"), "digest") is not None
-    if before is not None and is_recorded and last_checkpoint(run.output_dir) is not None:
+    if before is not None and is_recorded and checkpoint is not None:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before
@@ -239,7 +241,7 @@ def _neighbors(ready: Ready) -> dict[str, list[str]]:
     return nearest_prototypes(trainer.model.dist_head, trainer.processing_class, words)
 
 
-def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
+def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, Any]:
     """Train, or continue, to the last step; evaluate and save the model.
 
     Returns:
@@ -249,11 +251,9 @@ def _train(trainer: HarmonicTrainer) -> dict[str, Any]:
     # Dropout starts alike, whether the evaluation before was made or remembered.
     set_seed(trainer.args.seed)
     try:
-        folder = trainer.run_config.output_dir
-        checkpoint = last_checkpoint(folder)
         if checkpoint is not None:
             logger.info("Continuing from %s", checkpoint)
-        elif all_checkpoints(folder):
+        elif all_checkpoints(trainer.run_config.output_dir):
             logger.warning("No checkpoint is whole: the run starts again from its first step.")
         seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
         if trainer.state.global_step < trainer.state.max_steps:
