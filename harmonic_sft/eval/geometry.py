@@ -32,7 +32,7 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
         Gao et al. 2017, arXiv:1706.05744 (participation ratio); Ethayarajh 2019, arXiv:1909.00512
         (mean cosine).
     """
-    table = prototypes.double()
+    table = prototypes.cpu().double()
     if len(table) < 2 or not table.isfinite().all():
         got = len(table) if len(table) < 2 else "values that are not"
         raise ValueError(f"spectrum: expected at least 2 finite rows, got {got}")
@@ -104,10 +104,10 @@ def class_center_alignment(hidden_states: Tensor, labels: Tensor, prototypes: Te
     Source:
         Papyan, Han, Donoho 2020, Prevalence of Neural Collapse, arXiv:2008.08186, property 3.
     """
-    sums = torch.zeros_like(prototypes, dtype=torch.float64)
-    sums.index_add_(0, labels, F.normalize(hidden_states.double(), dim=-1))
+    states, labels, table = hidden_states.cpu().double(), labels.cpu(), prototypes.cpu().double()
+    sums = torch.zeros_like(table).index_add_(0, labels, F.normalize(states, dim=-1))
     present = labels.unique()
-    return float(F.cosine_similarity(sums[present], prototypes[present].double(), dim=-1).mean())
+    return float(F.cosine_similarity(sums[present], table[present], dim=-1).mean())
 
 
 @torch.no_grad()
@@ -132,9 +132,8 @@ def parallelograms(table: Tensor, pairs: Sequence[tuple[int, int]]) -> dict[str,
     """
     if len(pairs) < 3:
         raise ValueError(f"pairs: expected at least 3 of single tokens, got {len(pairs)}")
-    ids = torch.tensor(pairs, device=table.device)
-    order = torch.from_numpy(np.random.default_rng(0).permutation(len(pairs))).to(table.device)
-    inputs, outputs = table[ids[:, 0]].double(), table[ids[:, 1]].double()
+    inputs, outputs = table[torch.tensor(pairs).T].cpu().double()
+    order = torch.from_numpy(np.random.default_rng(0).permutation(len(pairs)))
     return {
         "parallelogram_loss": _offset_loss(outputs - inputs),
         "shuffled": _offset_loss(outputs[order] - inputs),

@@ -111,5 +111,5 @@ def word_similarity(
             f"word pairs: expected at least {MIN_PAIRS} whose words are single tokens, "
             f"got {len(ids)}. Use more ratings, or leave them out"
         )
-    vectors = table.detach().double().numpy(force=True)[np.array(ids)]  # [P, 2, D]
+    vectors = table.detach().cpu().double().numpy()[np.array(ids)]  # [P, 2, D]
     return similarity(vectors[:, 0], vectors[:, 1], ratings)

@@ -122,7 +122,7 @@ def check_bias(arguments: Arguments) -> None:
     if arguments.class_bias is None or not arguments.label_smoothing:
         return
     finite = ~arguments.class_bias.isneginf().any()
-    if finite.device.type != "cpu":  # fails later, without halting the device now
+    if finite.device.type == "cuda":  # fails later, without halting the device now
         torch._assert_async(finite)
     elif not finite:
         raise ValueError(
@@ -153,7 +153,7 @@ def read_target(arguments: Arguments) -> tuple[Tensor, Tensor]:
     else:
         least = -1  # pads
         weights = weights.to(dtype).where(labels >= 0, 0)
-    if labels.device.type != "cpu":  # fails later, without halting the device now
+    if labels.device.type == "cuda":  # fails later, without halting the device now
         torch._assert_async(((labels >= least) & (labels < vocab_size)).all())
     check_labels(labels, num_rows=len(labels), num_classes=vocab_size, least=least)
     return _merge_repeated(labels, weights)

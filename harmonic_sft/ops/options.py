@@ -104,7 +104,7 @@ def check_count(labels: Tensor, num_rows: int) -> None:
 
 
 def check_labels(labels: Tensor, *, num_rows: int, num_classes: int, least: int = 0) -> None:
-    """Refuse labels `[N]` that are not one class for each row, as far as no device is waited for.
+    """Refuse labels `[N]` that are not one class for each row, unless CUDA would have to wait.
 
     `[N, K]` are as many for each row; a `least` of -1 lets pads pass. Those inside
     `torch.func.vmap` are not looked at.
@@ -113,7 +113,7 @@ def check_labels(labels: Tensor, *, num_rows: int, num_classes: int, least: int 
         ValueError: There are more or fewer, or one is no class.
     """
     check_count(labels, num_rows)
-    is_known = labels.device.type == "cpu" and not isinstance(labels, FakeTensor)
+    is_known = labels.device.type != "cuda" and not isinstance(labels, FakeTensor)
     if torch.compiler.is_compiling() or not is_known or not num_rows:
         return
     try:

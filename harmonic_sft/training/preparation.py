@@ -524,7 +524,7 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
             device.
 
     Returns:
-        `[V, D]`, float32, on the model's device.
+        `[V, D]`, float32, on the CPU, since some devices have no float64 for the sums.
 
     Raises:
         ValueError: A class without a labeled row.
@@ -532,12 +532,12 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
     head = model.dist_head
     on_sphere = any(isinstance(one, SphereHead) and one.unit_sphere for one in head.modules())
     shape = (model.num_classes(model.config), model.config.text_config.hidden_size)
-    totals = torch.zeros(shape, dtype=torch.float64, device=model.device)  # [V, D]
+    totals = torch.zeros(shape, dtype=torch.float64, device="cpu")  # [V, D]
     counts = totals.new_zeros(len(totals))  # [V]
     for batch in batches:
-        states, labels = labelled_states(model, batch)  # [N, D], [N]
+        states, labels = (part.cpu() for part in labelled_states(model, batch))  # [N, D], [N]
         weights = batch.get("label_weights", torch.ones_like(batch["labels"]))
-        weights = weights[batch["labels"] != IGNORE_INDEX].double()  # [N]
+        weights = weights[batch["labels"] != IGNORE_INDEX].cpu().double()  # [N]
         weights = weights.clamp_min(1e-12)  # a class without any other row has those of weight 0
         features = states.double()
         features = normalize(features, dim=-1) if on_sphere else features

@@ -11,6 +11,8 @@ from harmonic_sft.eval.geometry import (
     parallelograms,
     spectrum,
 )
+from harmonic_sft.eval.word_similarity import word_similarity
+from tests.no_float64 import without_float64
 
 
 def normal(*shape, seed=0):
@@ -88,3 +90,17 @@ def test_the_loss_of_offsets_is_that_of_a_loop():
             losses.append(float((first - second).square().sum() / size))
     expected = sum(losses) / len(losses)
     assert parallelograms(table, pairs)["parallelogram_loss"] == pytest.approx(expected)
+
+
+def test_a_device_without_float64_measures_the_same():
+    table, states, labels = normal(40, 5), normal(60, 5, seed=1), torch.arange(60) % 40
+    pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    for measure, inputs in (
+        (spectrum, (table,)),
+        (hubness, (table,)),
+        (drift, (table, table.flip(0))),
+        (class_center_alignment, (states, labels, table)),
+        (lambda table: parallelograms(table, pairs), (table,)),
+        (lambda table: word_similarity(table, pairs, [1.0, 3.0, 2.0, 4.0]), (table,)),
+    ):
+        assert measure(*map(without_float64, inputs)) == measure(*inputs)

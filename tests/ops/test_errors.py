@@ -2,13 +2,16 @@
 
 import math
 import re
+from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
+from harmonic_sft.ops.arguments import check_bias, read_target
 from harmonic_sft.ops.cross_entropy import _resolve
 from harmonic_sft.ops.options import Impl, Reduction
 
@@ -176,3 +179,23 @@ def test_only_gpus_of_nvidia_get_kernels(hip, expected, monkeypatch):
     with FakeTensorMode():
         states = torch.empty(2, 3, device="cuda")
     assert _resolve("auto", "cross_entropy", states, states) == expected
+
+
+class OnApple(torch.Tensor):
+    device = torch.device("mps")  # in torch 2.10 it has no asynchronous assertion
+
+
+def test_a_gpu_without_asynchronous_assertions_is_waited_for(monkeypatch):
+    monkeypatch.setattr(torch, "_assert_async", Mock(side_effect=NotImplementedError))
+    labels, bias = torch.tensor([0, V]), torch.tensor([0.0, 0.0, -math.inf, 0.0, 0.0])
+    with pytest.raises(ValueError, match="labels: expected values from 0 to 4, got 0 to 5"):
+        read_target(
+            SimpleNamespace(
+                hidden_states=torch.ones(2, D),
+                prototypes=torch.eye(V, D),
+                labels=labels.as_subclass(OnApple),
+                target_weights=None,
+            )
+        )
+    with pytest.raises(ValueError, match="class_bias: expected no -inf"):
+        check_bias(SimpleNamespace(class_bias=bias.as_subclass(OnApple), label_smoothing=0.1))

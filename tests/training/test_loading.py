@@ -15,6 +15,7 @@ from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import ModelConfig, load_run_config
 from tests.decoders import save_decoder
+from tests.no_float64 import without_float64
 
 LABELS = ["a", "b", "c"]
 
@@ -69,6 +70,14 @@ def test_class_means_of_a_rotated_sphere_are_those_of_the_sphere(tiny_base):
     load = HarmonicForSequenceClassification.from_base
     models = [load(str(tiny_base), labels=LABELS, head=head) for head in heads]
     torch.testing.assert_close(*(class_means(model, make_batches("B")) for model in models))
+
+
+def test_class_means_need_no_float64_on_the_device(tiny_base):
+    model = HarmonicForSequenceClassification.from_base(str(tiny_base), labels=LABELS)
+    there = [
+        {key: without_float64(value) for key, value in batch.items()} for batch in make_batches("B")
+    ]
+    assert torch.equal(class_means(model, there), class_means(model, make_batches("B")))
 
 
 def test_a_class_without_rows_is_an_error(tiny_base):
