@@ -38,12 +38,12 @@ def test_classes_are_sorted_and_rows_are_split_once(write, tokenizer):
 
 
 def test_integers_are_sorted_as_numbers_and_named(write, tokenizer, tmp_path):
-    labels = [10, 2, 2, 10, 2, 10]
+    labels = [10, 2, 2, 10, 2, 10, -1, -1]
     rows = [{"text": text, "label": n} for text, n in zip(TEXTS, labels, strict=False)]
     table = tmp_path / "rows.csv"  # whose values are strings
     datasets.Dataset.from_list(rows).to_csv(table)
     for path in (write(rows), str(table)):
-        assert load(path, tokenizer).labels == ["2", "10"]
+        assert load(path, tokenizer, eval={"documents": 1}).labels == ["-1", "2", "10"]
 
 
 def named(texts, labels, names):
@@ -84,6 +84,13 @@ def test_classes_stand_in_the_order_of_the_data_set(tmp_path, tokenizer, caplog)
         caplog.clear()
         assert load("", tokenizer, sources=sources).labels == order
         assert ("no training rows of 'none'" in caplog.text) == (order == ["up", "down"])
+
+
+def test_names_that_are_numbers_keep_their_order(tmp_path, tokenizer):
+    saved = named(TEXTS[:6], [0, 1, 2] * 2, ["10", "9", "-1"])
+    saved.save_to_disk(tmp_path / "saved")
+    data = load(str(tmp_path / "saved"), tokenizer, eval={"documents": 1})
+    assert data.labels == ["10", "9", "-1"]
 
 
 def test_copies_of_evaluation_texts_are_not_trained_on(write, tokenizer):

@@ -108,6 +108,7 @@ def test_path_may_start_at_home(folder, monkeypatch):
         ("wiki text/a", {}, "expected an existing file or folder, owner/name on the Hub"),
         ("a.txt", {"name": "x"}, "name: expected nothing for the path 'a.txt'"),
         ("a.txt", {"data_files": "x"}, "data_files: expected nothing for the path 'a.txt'"),
+        ("saved", {"name": "x"}, "name: expected nothing for the path 'saved'"),
         (
             "python:docstrings",
             {"revision": "x"},
@@ -129,6 +130,7 @@ def test_what_is_no_source_is_refused_without_asking_the_hub(
     monkeypatch.chdir(folder)
     for name in ("script.py", "b.parquet.gz"):
         Path(name).write_text("raise SystemExit")
+    Dataset.from_dict({"text": TEXTS}).save_to_disk("saved")
     refused(message, path=path, streaming=streaming, **settings)
 
 

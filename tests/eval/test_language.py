@@ -1,5 +1,6 @@
 """Language metrics recomputed token by token."""
 
+import copy
 import math
 
 import numpy as np
@@ -80,6 +81,8 @@ def test_bits_per_byte_and_losses_by_frequency(model, tokenizer):
 
 def test_a_decoder_predicts_from_what_stands_before(tokenizer, tmp_path):
     decoder = HarmonicForCausalLM.from_base(str(save_decoder("llama", tmp_path)))
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = "[CLS]"  # not added a second time
     ids = torch.tensor([tokenizer("aa bb cc")["input_ids"]])  # the tokenizer adds the ends
     with torch.no_grad():
         log_probs = decoder(ids).logits[0, :-2].log_softmax(-1)

@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from harmonic_sft.config import parse, to_plain
 from harmonic_sft.losses import LOSSES
@@ -210,6 +211,32 @@ def test_the_definition_refuses_labels_that_are_no_classes(variant):
     loss = make({**CE, "impl": "reference"})
     with pytest.raises(ValueError, match=rf"^labels: expected values from 0 to {V - 1}, got -100"):
         loss(head, torch.randn(2, D), torch.tensor([0, -100]))
+
+
+def test_prepare_refuses_heads_that_do_not_fit():
+    others = {(name, variant) for name in SETTINGS for variant in HEADS} - set(PAIRS)
+    for name, variant in others:
+        head = build_head(VARIANTS[variant], hidden_size=D, vocab_size=V)
+        with pytest.raises(ValueError, match=r"^loss \w+: expected a"):
+            make(SETTINGS[name]).prepare(head)
+
+
+def test_the_harmonic_loss_is_computed_as_it_says():
+    head = build_head(VARIANTS["dist"], hidden_size=D, vocab_size=V)
+    prepared = make({"name": "harmonic", "impl": "reference"}).prepare(head)
+    assert prepared == make({**CE, "impl": "reference"})
+
+
+@pytest.mark.parametrize("variant", ["linear", "power"])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.1, 0.0), (0.0, 1e-3)])
+@pytest.mark.parametrize("impl", ["auto", "reference"])
+def test_one_option_of_cross_entropy_does_not_need_the_other(impl, smoothing, z_loss, variant):
+    _, head, states, labels = build("cross_entropy", variant)
+    loss = make({**CE, "label_smoothing": smoothing, "z_loss": z_loss, "impl": impl})
+    logits = head(states).double()
+    plain = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    expected = plain + z_loss * logits.logsumexp(-1).square()
+    torch.testing.assert_close(loss(head, states, labels).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 UNPREPARED = {

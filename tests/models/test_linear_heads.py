@@ -30,6 +30,7 @@ HEADS = {
 def make(name: str) -> tuple[Head, Tensor, Tensor]:
     torch.manual_seed(0)
     head = build_head(HEADS[name], hidden_size=D, vocab_size=V)
+    assert head.settings().items() >= HEADS[name].items()
     with torch.no_grad():
         head.weight.mul_(torch.rand(V, 1) + 0.5)  # cosines are of normalized ones
         if name == "vmf_per_class":
