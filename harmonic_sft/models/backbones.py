@@ -376,6 +376,7 @@ def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> 
     """
     is_ours = config.model_type in ("harmonic", "neobert")
     is_more = config.is_encoder_decoder or config.get_text_config() is not config
+    is_more |= config.model_type == "reformer"  # two streams of hidden states, beside each other
     if not is_ours and (is_more or type(config) not in MODEL_MAPPING):
         raise ValueError(
             f"base {name}: expected an encoder or a decoder of text alone that transformers knows, "

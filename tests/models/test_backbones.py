@@ -44,10 +44,12 @@ def test_the_old_head_has_the_logits_of_transformers(family, tmp_path):
         assert torch.allclose(plain, native(INPUTS).logits, rtol=1e-3) is not changes
 
 
-def test_an_encoder_of_images_is_no_decoder(tmp_path):
-    AutoConfig.for_model("clip").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"of text alone that .* knows, got .* type 'clip'"):
-        HarmonicForCausalLM.from_base(str(tmp_path))
+@pytest.mark.parametrize("kind", ["clip", "reformer"])
+def test_an_encoder_of_images_and_one_of_two_streams_are_refused(tmp_path, kind):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    for model_class in (HarmonicForCausalLM, HarmonicForMaskedLM):
+        with pytest.raises(ValueError, match=f"of text alone that .* knows, got .* type '{kind}'"):
+            model_class.from_base(str(tmp_path))
 
 
 def test_a_model_of_more_than_text_or_with_code_of_its_own_is_refused():
