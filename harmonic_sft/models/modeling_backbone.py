@@ -239,7 +239,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         embeddings require gradients and pull all frozen blocks into the graph.
 
         Raises:
-            ValueError: Reentrant checkpointing, or transformers' further options.
+            ValueError: Reentrant checkpointing, transformers' further options, or a backbone
+                without checkpointing.
         """
         if kwargs.pop("every_n_layers", 1) != 1 or kwargs.pop("offload", False) or kwargs:
             raise ValueError(
@@ -251,10 +252,16 @@ class HarmonicPreTrainedModel(PreTrainedModel):
                 "use_reentrant: expected False, got True. "
                 "Reentrant checkpointing gives the block above a frozen one no gradient"
             )
-        self._set_gradient_checkpointing(
-            enable=True, gradient_checkpointing_func=functools.partial(checkpoint, **options)
-        )
-        for block in blocks_without_graph(cast("HarmonicModel", self.base_model).backbone):
+        backbone = cast("HarmonicModel", self.base_model).backbone
+        recompute = functools.partial(checkpoint, **options)
+        try:
+            self._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute)
+        except ValueError as error:
+            raise ValueError(
+                "gradient checkpointing: expected a backbone that has it, got a "
+                f"{type(backbone).__name__}. Leave it out"
+            ) from error
+        for block in blocks_without_graph(backbone):
             block.gradient_checkpointing = False
 
     @torch.no_grad()

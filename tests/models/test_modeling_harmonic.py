@@ -28,7 +28,7 @@ from harmonic_sft.models import (
     find_blocks,
     max_positions,
 )
-from tests.encoders import FAMILIES, SIZES, V, save_bert_tokenizer
+from tests.encoders import FAMILIES, SIZES, V, save_bert_tokenizer, save_encoder
 from tests.saved_models import change_weights
 
 
@@ -330,6 +330,13 @@ def test_checkpointing_recomputes_only_blocks_with_a_graph(bases, family):
         model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match="gradient checkpointing: expected only"):
         model.gradient_checkpointing_enable(offload=True)
+
+
+def test_checkpointing_is_refused_by_the_name_of_a_backbone_without_any(tmp_path):
+    save_encoder("albert", tmp_path, embedding_size=32)
+    model = HarmonicForMaskedLM.from_base(str(tmp_path))
+    with pytest.raises(ValueError, match=r"gradient checkpointing: expected .*, got a AlbertM"):
+        model.gradient_checkpointing_enable()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
