@@ -596,7 +596,7 @@ def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> s
     if label_column is not None:
         return "sequence_classification"
     for name in names:
-        if name.endswith("ForMaskedLM"):
+        if name.endswith(("ForMaskedLM", "WithLMHeadModel")):  # XLM's and FlauBERT's
             return "masked_lm"
         if name.endswith(("ForCausalLM", "LMHeadModel")):
             return "causal_lm"

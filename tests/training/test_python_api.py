@@ -27,6 +27,7 @@ from transformers import (
     LlamaModel,
     TrainerCallback,
     TrainingArguments,
+    XLMConfig,
 )
 
 from harmonic_sft import (
@@ -858,5 +859,7 @@ def test_evaluations_of_other_rows_leave_no_file_open(texts, make):
 def test_a_body_without_architectures_has_the_task_of_its_type():
     assert task_of("body", BertConfig(), None) == "masked_lm"
     assert task_of("body", LlamaConfig(), None) == "causal_lm"
+    xlm = XLMConfig(architectures=["XLMWithLMHeadModel"])  # what its masked model is called
+    assert task_of("body", xlm, None) == "masked_lm"
     with pytest.raises(ValueError, match="task: expected one of"):
         task_of("body", CLIPVisionConfig(), None)
