@@ -298,26 +298,24 @@ def claim_output_folder(run: RunConfig) -> None:
     """Write the resolved configuration, which marks the folder as this run's.
 
     Raises:
-        ValueError: Another run has claimed it since `check_output_folder`, or trains in it.
+        ValueError: Another run has claimed it before, or trains in it.
     """
     run.output_dir.mkdir(parents=True, exist_ok=True)
     path = run.output_dir / RUN_FILE
     with locked(run.output_dir):
-        if path.exists() and run.resume:
-            old = _claimed(run.output_dir)
-            is_longer = _changed_keys(to_plain(old), run) == [MAX_STEPS]
-            is_here = old.output_dir == run.output_dir
-            if not is_longer and old.data == run.data and is_here:
-                return  # else there are more steps, an address signed again, or a folder moved
-        elif path.exists():
-            if not _is_abandoned(run.output_dir):
-                raise ValueError(
-                    f"training.output_dir: expected an empty folder, got {str(run.output_dir)!r}, "
-                    "which another run has just claimed. Choose another one"
+        if path.exists():
+            check_output_folder(run)  # another process may have claimed it since
+            if run.resume:
+                old = _claimed(run.output_dir)
+                is_longer = _changed_keys(to_plain(old), run) == [MAX_STEPS]
+                is_here = old.output_dir == run.output_dir
+                if not is_longer and old.data == run.data and is_here:
+                    return  # else there are more steps, an address signed again, a folder moved
+            else:
+                logger.warning(
+                    "The run in %s ended before its first checkpoint. It starts again.",
+                    run.output_dir,
                 )
-            logger.warning(
-                "The run in %s ended before its first checkpoint. It starts again.", run.output_dir
-            )
         write_whole(path, to_yaml(run))
 
 

@@ -64,7 +64,6 @@ from harmonic_sft.training.checkpoints import (
     write_manifest,
 )
 from harmonic_sft.training.output_folder import (
-    RUN_FILE,
     check_output_folder,
     check_same,
     check_settings,
@@ -141,7 +140,7 @@ class ResumableTrainer(Trainer):
         if state.is_main_process:
             config = replace(self.run_config, resume=resume)
             # Metrics of an evaluation, say, that this trainer has written are in nobody's way.
-            if self._found_empty != folder or (folder / RUN_FILE).exists():
+            if self._found_empty != folder:
                 check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()

@@ -87,11 +87,17 @@ def test_what_no_run_writes_before_a_checkpoint_is_not_written_over(make_yaml, o
         (run.output_dir / own).parent.mkdir(exist_ok=True)
         (run.output_dir / own).touch()
     before = {path.name: path.is_file() and path.read_text() for path in run.output_dir.iterdir()}
-    with pytest.raises(ValueError, match=r"which holds a run. Add resume=true to continue it"):
-        check_output_folder(run)
-    with pytest.raises(ValueError, match="another run has just claimed"):
-        claim_output_folder(run)
+    for look in (check_output_folder, claim_output_folder):
+        with pytest.raises(ValueError, match=r"which holds a run. Add resume=true to continue it"):
+            look(run)
     assert before == {p.name: p.is_file() and p.read_text() for p in run.output_dir.iterdir()}
+
+
+def test_a_folder_that_another_run_has_claimed_since_is_refused(make_yaml):
+    claim_output_folder(load_run_config(make_yaml()))
+    other = load_run_config(make_yaml(), ["resume=true", "training.learning_rate=1"])
+    with pytest.raises(ValueError, match=r"got other values for training.learning_rate"):
+        claim_output_folder(other)
 
 
 def test_a_run_that_is_resumed_before_it_began_says_so(make_yaml, caplog):
