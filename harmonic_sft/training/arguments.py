@@ -436,7 +436,8 @@ def check_launch(args: HarmonicTrainingArguments) -> None:
     if args.n_gpu > 1:
         raise ValueError(
             f"launch: expected one GPU per process, got {args.n_gpu}. "
-            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0"
+            "Use accelerate launch --multi_gpu, or set CUDA_VISIBLE_DEVICES=0. In a notebook use "
+            "accelerate.notebook_launcher, or restart the kernel and set it in os.environ first"
         )
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1 and args.world_size == 1:

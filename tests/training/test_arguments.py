@@ -250,7 +250,10 @@ def test_launches_that_would_not_do_what_they_say_are_refused(
 def test_several_gpus_in_one_process_are_refused(arguments, monkeypatch):
     args = arguments()
     monkeypatch.setattr(args, "_n_gpu", 2)
-    with pytest.raises(ValueError, match="launch: expected one GPU per process, got 2"):
+    message = (
+        "launch: expected one GPU per process, got 2. .* In a notebook use accelerate.notebook_"
+    )
+    with pytest.raises(ValueError, match=message):
         check_launch(args)
     args = arguments(accelerator_config={"dispatch_batches": True})
     with pytest.raises(ValueError, match="dispatch_batches: expected false, got true"):
