@@ -63,8 +63,9 @@ FOREIGN = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.h5
 OTHERS = ("*.pt", "*.pth", "*.ckpt", "*.onnx")  # weights too, but nothing that we would replace
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")  # of the backbone
 
+LOGIN = "Run `hf auth login`, in a notebook huggingface_hub.login()"
 REASONS = {
-    401: "The token is not valid. Log in with `hf auth login`",
+    401: f"The token is not valid. {LOGIN}",
     403: "You may not do this there. Use a token with write access, or a repo of your own",
     409: "The repo was changed at the same moment",
     412: "The repo was changed at the same moment",
@@ -130,7 +131,7 @@ def check_destination(to: Destination) -> None:
     if "/" not in to.repo_id:
         raise ValueError(f"repo_id: expected owner/name, got {to.repo_id!r}")
     if get_token() is None:
-        raise ValueError("token: expected to be logged in, got no token. Run `hf auth login`")
+        raise ValueError(f"token: expected to be logged in, got no token. {LOGIN}")
     try:
         HfApi().whoami()
     except NO_ANSWER as error:

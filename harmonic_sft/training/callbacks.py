@@ -273,5 +273,6 @@ def not_finite(step: int, loss: float, gradient_norm: float) -> StoppedError:
         f"{name}: expected a finite number, got {value} at step {step + 1}. Nothing was updated "
         f"with it, and checkpoints already saved are whole. bad_step_{step + 1}_* in the output "
         "folder names the rows. Try a lower learning_rate or max_grad_norm, or continue without "
-        "this step: resume=true skip_bad_steps=1"
+        "this step: resume=true skip_bad_steps=1, in Python skip_bad_steps=1 and "
+        "train(resume_from_checkpoint=True)"
     )

@@ -180,4 +180,5 @@ def test_bad_input_is_one_line_before_anything_is_sent(client, hub, pushed, tmp_
 
 def test_without_a_token_it_says_how_to_log_in(finished_run, no_token, monkeypatch, capsys):
     assert main(["push", str(finished_run), "--repo-id", "alice/x"]) == 1
-    assert "Run `hf auth login`" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "Run `hf auth login`, in a notebook huggingface_hub.login()" in error
