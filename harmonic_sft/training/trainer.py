@@ -146,6 +146,7 @@ class HarmonicTrainer(ResumableTrainer):
         _check_batch(train_dataset, args)
         eval_dataset = preparation.eval_rows(eval_dataset)
         built, self.old_head = preparation.build(train_dataset)
+        _warn_of_bfloat16(built, args.device)
         # transformers would refuse a quantized model, of which the head alone trains here.
         vars(built)["is_quantized"] = False
         self._low_precision = low_precision_weights(built)
@@ -595,7 +596,7 @@ class HarmonicTrainer(ResumableTrainer):
         if not blocking or token is not None:
             raise ValueError(
                 "push_to_hub: expected neither blocking=False nor a token, got one of them. A push "
-                "is waited for, and `hf auth login` keeps the token"
+                "is waited for, and huggingface_hub.login() keeps the token"
             )
         if kwargs:
             logger.warning("push_to_hub: the card is made of the run, without %s.", [*kwargs])
@@ -631,6 +632,17 @@ def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
         raise ValueError(
             f"training.dataloader_drop_last: expected false, got true with {len(rows)} rows "
             f"and {size} in a batch. Use a smaller training.per_device_train_batch_size"
+        )
+
+
+def _warn_of_bfloat16(model: nn.Module, device: torch.device) -> None:
+    """Say that a GPU is too old for 16-bit weights of this kind."""
+    is_used = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
+    if is_used and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        logger.warning(
+            "This GPU has no bfloat16 arithmetic: its products are emulated or refused, and "
+            "attention keeps matrices of T x T. Try float32 in dtype and unfreeze, in a YAML file "
+            "in model.dtype and model.unfreeze.dtype."
         )
 
 

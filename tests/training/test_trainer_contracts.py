@@ -377,3 +377,18 @@ def test_an_evaluation_of_the_training_rows_changes_no_mask_of_the_training(argu
         found.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
     assert len(found[0]) == 8
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "warns"),
+    [
+        (torch.bfloat16, (7, 5), True),
+        (torch.bfloat16, (8, 0), False),
+        (torch.float32, (7, 5), False),
+    ],
+)
+def test_a_gpu_too_old_for_bfloat16_is_said(dtype, capability, warns, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    body = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, dtype=dtype)])
+    trainer_module._warn_of_bfloat16(body, torch.device("cuda"))
+    assert ("Try float32 in dtype and unfreeze" in caplog.text) is warns
