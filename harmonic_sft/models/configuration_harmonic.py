@@ -69,12 +69,16 @@ class HarmonicConfig(PreTrainedConfig):
     logit_shift: float = 0.0
     base_vocab_size: int | None = None
 
-    # The body's sizes, where others look for them: transformers sets the first where a decoder
+    # The body's fields, where others look for them: transformers sets the first where a decoder
     # drafts with its first layers, PEFT saves embeddings with an adapter where the second is not
-    # the base's, sentence-transformers reads the third.
+    # the base's, sentence-transformers reads the third, and scripts read and set the others.
     num_hidden_layers = _of_body("num_hidden_layers")
     vocab_size = _of_body("vocab_size")
     max_position_embeddings = _of_body("max_position_embeddings")
+    hidden_size = _of_body("hidden_size")
+    pad_token_id = _of_body("pad_token_id")
+    eos_token_id = _of_body("eos_token_id")
+    bos_token_id = _of_body("bos_token_id")
 
     def __post_init__(self, **kwargs: Any):
         if not isinstance(self.text_config, PreTrainedConfig):

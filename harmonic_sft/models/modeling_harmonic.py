@@ -606,9 +606,7 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
         """
         if attention_mask is not None or input_ids is None or not self.config.is_causal:
             return attention_mask
-        pad_token_id = getattr(self.config, "pad_token_id", None)
-        if pad_token_id is None:
-            pad_token_id = self.config.text_config.pad_token_id
+        pad_token_id = self.config.pad_token_id
         if pad_token_id is None and len(input_ids) > 1:
             raise ValueError(
                 "attention_mask: expected one for several texts, as the configuration has no "

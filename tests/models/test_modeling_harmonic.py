@@ -14,6 +14,7 @@ from transformers import (
     BertConfig,
     ElectraConfig,
     ElectraForMaskedLM,
+    GPT2Config,
     RobertaConfig,
     T5Config,
     Trainer,
@@ -366,6 +367,15 @@ def test_positions_of_a_row():
         max_positions(T5Config())
     assert HarmonicConfig(text_config=BertConfig()).max_position_embeddings == 512
     assert not hasattr(HarmonicConfig(text_config=T5Config()), "max_position_embeddings")
+
+
+def test_the_fields_of_the_body_that_scripts_read_and_set(tmp_path):
+    config = HarmonicConfig(text_config=GPT2Config(n_embd=24))
+    assert (config.hidden_size, config.bos_token_id, config.pad_token_id) == (24, 50256, None)
+    config.pad_token_id = config.eos_token_id
+    config.save_pretrained(tmp_path)
+    saved = HarmonicConfig.from_pretrained(tmp_path)
+    assert saved.pad_token_id == saved.text_config.pad_token_id == 50256
 
 
 def test_a_shift_moves_logits_and_no_probability(bases, tmp_path):
