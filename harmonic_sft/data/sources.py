@@ -225,13 +225,13 @@ def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> 
 
 def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...] | None:
     """Return what the numbers in a column of labels stand for, None if the source does not say."""
-    if isinstance(documents, Dataset) and documents.format["type"] == "custom" and column:
+    if isinstance(documents, Dataset) and documents.format["type"] == "custom":
         some = slice(None, None, -(-len(documents) // COMPARED))
         made, stored = (rows[some].get(column) for rows in (documents, documents.with_format(None)))
         if made is None or [np.asarray(one).tolist() for one in made] != stored:
             return None  # a transform makes other labels
     tables = documents.each_features() if isinstance(documents, FileRows) else [documents.features]
-    found = {_names_of_classes((features or {}).get(column or "")) for features in tables}
+    found = {_names_of_classes((features or {}).get(column)) for features in tables}
     if len(found) > 1:
         raise ValueError(
             f"data.label_column: expected files whose numbers stand for the same classes, got "

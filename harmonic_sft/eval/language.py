@@ -128,7 +128,7 @@ def pseudo_log_likelihood(
     ids = torch.tensor(numbers, device=model.device)  # [T]
     if model.is_causal:
         logits = model(input_ids=ids[None]).logits[0, :-1]
-        losses = F.cross_entropy(logits.float(), ids[1:], reduction="none")
+        losses = F.cross_entropy(logits, ids[1:], reduction="none")
         return -float(losses[torch.tensor(added[1:]) == 0].sum())
     places = [place for place, is_added in enumerate(added) if not is_added]
     total = 0.0

@@ -139,7 +139,7 @@ class InfoNCELoss(Loss):
         states = unit_rows(at_least_float32(lazy.hidden_states))
         # Gradients of zeros for what takes no part: processes wait for one another's.
         idle = [p for p in head.parameters() if not len(labels) or p is not head.weight]
-        nothing = sum(p.flatten()[:0].sum() for p in idle if p.requires_grad)
+        nothing = sum(p.flatten()[:0].sum() for p in idle)
         if not len(labels):
             return states.sum(-1) + nothing  # empty: the fused loss wants at least one class
         points = unit_rows(lazy.weight[candidates].to(states.dtype))  # [U, D]

@@ -288,7 +288,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
         Dropout in a frozen part would only add noise to the features that the rest learns from.
         """
         super().train(mode)
-        if mode and not trains(self.backbone):  # XLM looks at itself, not at its parts
+        if not trains(self.backbone):  # XLM looks at itself, not at its parts
             self.backbone.eval()
         elif mode:
             _, blocks = known_blocks(self.backbone)

@@ -104,7 +104,7 @@ class Softmax:
             logs = torch.log(scores / chunk.unit).masked_fill_(chunk.absent, 0)
             chunk.squared, chunk.logs, logits = scores, logs, logs * self.stage.h_exp
         if self.bias is not None:
-            logits = logits + self.bias[columns.clamp_min(0)].to(logits.dtype)
+            logits = logits + self.bias[columns].to(logits.dtype)
         chunk.logits = logits.masked_fill(chunk.absent, -torch.inf)
 
     def finish(self, chunk: Chunk, slopes: Tensor, class_sums: Tensor | None) -> None:
