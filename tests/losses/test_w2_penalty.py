@@ -54,6 +54,8 @@ def test_autocast_changes_no_digit(parts):
     with torch.autocast("cpu"):
         found = w2_penalty(*parts)
     assert torch.equal(found, w2_penalty(*parts))
+    halves = [part.bfloat16() for part in parts]  # rounded before, and not on the way
+    assert torch.equal(w2_penalty(*halves), w2_penalty(*[half.float() for half in halves]))
 
 
 def test_it_is_exact_against_a_dirac(parts):
