@@ -225,7 +225,7 @@ def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> 
 
 def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...] | None:
     """Return what the numbers in a column of labels stand for, None if the source does not say."""
-    if isinstance(documents, Dataset) and documents.format["type"] == "custom":
+    if column and isinstance(documents, Dataset) and documents.format["type"] == "custom":
         some = slice(None, None, -(-len(documents) // COMPARED))
         made, stored = (rows[some].get(column) for rows in (documents, documents.with_format(None)))
         if made is None or [np.asarray(one).tolist() for one in made] != stored:
