@@ -21,7 +21,6 @@ from harmonic_sft.results import (
     read_results,
     read_whole,
     without_secrets,
-    write_results,
     write_whole,
 )
 from harmonic_sft.training.checkpoints import (
@@ -119,7 +118,7 @@ def check_output_folder(run: RunConfig) -> None:
             return
         raise holds_a_run(folder)
     old = _claimed(folder)
-    different = _changed_keys(to_plain(old), run)
+    different = changed_keys(to_plain(old), run)
     checkpoint = last_checkpoint(folder) if _batch_keys(run) & set(different) else None
     if checkpoint is not None and read_manifest(checkpoint):  # the trainer compares rows
         different = [key for key in different if key not in _batch_keys(run)]
@@ -166,7 +165,7 @@ def check_settings(checkpoint: Path, run: RunConfig) -> None:
     if home == run.output_dir.resolve() or not (home / RUN_FILE).is_file():
         return
     free = (MAX_STEPS, "training.num_train_epochs", *_batch_keys(run))
-    different = [key for key in _changed_keys(to_plain(_claimed(home)), run) if key not in free]
+    different = [key for key in changed_keys(to_plain(_claimed(home)), run) if key not in free]
     if different:
         raise ValueError(
             f"resume_from_checkpoint: expected the settings of the run in {str(home)!r}, got other "
@@ -251,7 +250,7 @@ def _batch_keys(run: RunConfig) -> set[str]:
     return {ACCUMULATION} if is_fixed else {ACCUMULATION, ROWS}
 
 
-def _changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:
+def changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:
     """Return the keys in which a run differs from another's settings, as far as training goes.
 
     An address that is signed again is the same one.
@@ -307,7 +306,7 @@ def claim_output_folder(run: RunConfig) -> None:
             check_output_folder(run)  # another process may have claimed it since
             if run.resume:
                 old = _claimed(run.output_dir)
-                is_longer = _changed_keys(to_plain(old), run) == [MAX_STEPS]
+                is_longer = changed_keys(to_plain(old), run) == [MAX_STEPS]
                 is_here = old.output_dir == run.output_dir
                 if not is_longer and old.data == run.data and is_here:
                     return  # else there are more steps, an address signed again, a folder moved
@@ -400,35 +399,3 @@ def is_finished(run: RunConfig) -> bool:
 def results_path(output_dir: Path) -> Path:
     """Where the numbers of a run are."""
     return output_dir / "results" / f"{RESULTS_NAME}.json"
-
-
-def verify_path(output_dir: Path) -> Path:
-    """Where the results of `verify` are: beside a run's folder, which may not exist yet."""
-    return output_dir.with_name(f"{output_dir.name}.verify.json")
-
-
-def read_verdicts(run: RunConfig) -> dict[str, str] | None:
-    """Return what `verify` said of every pair of ways to train a run with these settings.
-
-    Each verdict has the largest relative difference of the losses. None where it was not run, or
-    with other settings.
-    """
-    results = read_whole(verify_path(run.output_dir), "pairs", "config")
-    if results is None or _changed_keys(results["config"], run):
-        return None
-    return {pair["name"]: _verdict(pair) for pair in results["pairs"]}
-
-
-def note_verdicts(run: RunConfig) -> None:
-    """Write what `verify` said into the results of this run, where it is finished."""
-    path = results_path(run.output_dir)
-    results = read_whole(path, "config")
-    if results is not None and not _changed_keys(results["config"], run):
-        write_results(path.parent, path.stem, {**results, "verified": read_verdicts(run)})
-
-
-def _verdict(pair: dict[str, Any]) -> str:
-    loss = pair.get("loss")
-    return (
-        pair["verdict"] if loss is None else f"{pair['verdict']} (losses to {loss['largest']:.0e})"
-    )

@@ -44,7 +44,6 @@ from harmonic_sft.training.output_folder import (
     RUN_FILE,
     check_output_folder,
     is_finished,
-    read_verdicts,
     results_path,
 )
 from harmonic_sft.training.publishing import (
@@ -62,6 +61,7 @@ from harmonic_sft.training.report import (
 )
 from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
+from harmonic_sft.training.verify import read_verdicts
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.sources import GivenSource, load_documents, numbered_rows
 from harmonic_sft.models.backbones import set_dropout_
-from harmonic_sft.results import environment, show_table, write_results
+from harmonic_sft.results import environment, read_whole, show_table, write_results
 from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.head_swap import check_base, measure_swap
 from harmonic_sft.training.loading import load_base_config, load_run_data, packable
-from harmonic_sft.training.output_folder import note_verdicts, verify_path
+from harmonic_sft.training.output_folder import changed_keys, results_path
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -412,3 +412,35 @@ def _show(run: RunConfig, pairs: Sequence[Mapping[str, Any]]) -> None:
             logger.info("%s: skipped, %s.", pair["name"], pair["reason"])
     columns = ["pair", "loss: largest", "mean", "norm: largest", "mean", "verdict"]
     show_table(f"{run.output_dir.name}: relative differences over {STEPS} steps", columns, rows)
+
+
+def verify_path(output_dir: Path) -> Path:
+    """Where the results of `verify` are: beside a run's folder, which may not exist yet."""
+    return output_dir.with_name(f"{output_dir.name}.verify.json")
+
+
+def read_verdicts(run: RunConfig) -> dict[str, str] | None:
+    """Return what `verify` said of every pair of ways to train a run with these settings.
+
+    Each verdict has the largest relative difference of the losses. None where it was not run, or
+    with other settings.
+    """
+    results = read_whole(verify_path(run.output_dir), "pairs", "config")
+    if results is None or changed_keys(results["config"], run):
+        return None
+    return {pair["name"]: _verdict(pair) for pair in results["pairs"]}
+
+
+def note_verdicts(run: RunConfig) -> None:
+    """Write what `verify` said into the results of this run, where it is finished."""
+    path = results_path(run.output_dir)
+    results = read_whole(path, "config")
+    if results is not None and not changed_keys(results["config"], run):
+        write_results(path.parent, path.stem, {**results, "verified": read_verdicts(run)})
+
+
+def _verdict(pair: dict[str, Any]) -> str:
+    loss = pair.get("loss")
+    return (
+        pair["verdict"] if loss is None else f"{pair['verdict']} (losses to {loss['largest']:.0e})"
+    )

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from harmonic_sft.training import verify
-from harmonic_sft.training.output_folder import note_verdicts, read_verdicts
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
 from harmonic_sft_cli import main
@@ -41,10 +40,10 @@ def test_ways_of_training_agree_and_the_run_is_left_alone(make_yaml, tmp_path, o
     nothing = {"largest": 0, "mean_signed": 0}
     assert (resumed["loss"], resumed["grad_norm"], resumed["tolerance"]) == (nothing, nothing, 0)
     assert all(0 < pair["loss"]["largest"] < 1e-5 for pair in others)
-    verdicts = read_verdicts(load_run_config(path))
+    verdicts = verify.read_verdicts(load_run_config(path))
     assert verdicts[NAMES[0]] == "agrees (losses to 0e+00)"
     assert all(re.fullmatch(r"agrees \(losses to \de[-+]\d\d\)", v) for v in verdicts.values())
-    assert read_verdicts(load_run_config(path, ["training.learning_rate=0.5"])) is None
+    assert verify.read_verdicts(load_run_config(path, ["training.learning_rate=0.5"])) is None
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines)
     assert [line.split("  ")[1] for line in lines if "agrees" in line] == [
@@ -61,8 +60,8 @@ def test_the_results_of_a_finished_run_get_the_verdicts(make_yaml, tmp_path, onl
     assert before["verified"] is None
     assert main(["verify", str(path)]) == 0
     after = json.loads(results.read_text())
-    assert after == {**before, "verified": read_verdicts(load_run_config(path))}
-    note_verdicts(load_run_config(path, ["training.learning_rate=0.5"]))
+    assert after == {**before, "verified": verify.read_verdicts(load_run_config(path))}
+    verify.note_verdicts(load_run_config(path, ["training.learning_rate=0.5"]))
     assert json.loads(results.read_text()) == after
 
 
