@@ -120,11 +120,13 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(tmp_path):
         ("llama4_text", "expected a decoder whose body stands apart from its head, got a Llama4F"),
         ("mamba", "expected a decoder with a cache of keys and values"),
         ("modernbert-decoder", "expected logits of one linear layer"),
+        ("rembert", "expected logits of one linear layer"),  # another one, of another width
     ],
 )
 def test_what_is_no_decoder_with_a_linear_head_is_refused(tmp_path, model_type, message):
     sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-    config = CONFIG_MAPPING[model_type](**{**sizes, "pad_token_id": 0})
+    own = {"is_decoder": True, "input_embedding_size": 16} if model_type == "rembert" else {}
+    config = CONFIG_MAPPING[model_type](**{**sizes, "pad_token_id": 0, **own})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
