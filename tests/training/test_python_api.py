@@ -668,7 +668,7 @@ def test_a_loaded_model_trains_on_the_loss_of_the_arguments_or_on_its_users_own(
     tiny_base, arguments, make, caplog
 ):
     model = HarmonicForMaskedLM.from_base(str(tiny_base))
-    for loss in ("wasserstein", None):  # the second run names none, and the first one's is over
+    for loss in (None, "wasserstein", None):  # the last run names none, and the one before is over
         trainer = make(arguments(str(loss), loss=loss), model=model)
     assert trainer.run_config.loss == HarmonicLoss()
     assert model.loss_fn == HarmonicLoss().prepare(model.dist_head)
@@ -679,6 +679,10 @@ def test_a_loaded_model_trains_on_the_loss_of_the_arguments_or_on_its_users_own(
     assert named.run_config.loss.name == "wasserstein"
     assert model.loss_fn is not own
     assert caplog.text.count("the default, in place of the model's") == 1
+    assert "router" not in caplog.text
+    model.config.text_config.output_router_logits = True  # of a mixture of experts
+    make(arguments("experts", loss="harmonic"), model=model)
+    assert caplog.messages[-1].startswith("The router's own loss, which output_router_logits asks")
 
 
 @pytest.mark.parametrize(
