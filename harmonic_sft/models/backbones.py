@@ -50,6 +50,7 @@ OFFSET_POSITIONS = (
     "xmod",
 )
 TWO_MORE_POSITIONS = ("mra", "nystromformer", "yoso")
+UNBOUNDED = 2**31 - 1  # positions of a backbone that has none, such as BLOOM
 # Weights that published checkpoints have and their models do not use: buffers, a table that
 # DeBERTa's have without using it, and a copy of the embeddings (mDeBERTa).
 UNUSED = ("position_ids", ".position_embeddings.weight", ".word_embeddings._weight")
@@ -550,17 +551,10 @@ def position_offset(config: PreTrainedConfig) -> int:
 
 
 def max_positions(config: PreTrainedConfig) -> int:
-    """Return the longest row that a backbone of `config` takes, in tokens.
-
-    Raises:
-        ValueError: The configuration does not say.
-    """
+    """Return the longest row that a backbone of `config` takes, in tokens."""
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if name not in config.to_dict():
-        raise ValueError(
-            "model.base: expected a model with max_position_embeddings, "
-            f"got one of type {config.model_type!r}"
-        )
+        return UNBOUNDED
     has_more = config.model_type in TWO_MORE_POSITIONS
     return config.max_position_embeddings - (0 if has_more else position_offset(config))
 
