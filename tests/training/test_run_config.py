@@ -152,6 +152,14 @@ REFUSED = [
     (["head.tie=true", "model.dtype=bfloat16"], TIED),
     (["head.tie=true"], TIED),
     (
+        [
+            "head.tie=true",
+            "model={base: bert, task: sequence_classification, unfreeze: {patterns: ['*']}}",
+            "data.label_column=label",
+        ],
+        TIED,
+    ),
+    (
         ["head.tie=true", "head.init=output_embeddings", "model.unfreeze={patterns: ['*']}"],
         TIED,
     ),
