@@ -259,7 +259,7 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
     (tmp_path / "damaged" / "results").mkdir(parents=True)
     results = tmp_path / "damaged" / "results" / "train.json"
     results.write_text('{"config": {}, "steps": 1}')
-    (tmp_path / "mine").write_text("modle: x")  # a file without a suffix
+    (tmp_path / "mine").write_text("- x")  # a file without a suffix
     flags = ("--model", str(tiny_base), "--dataset", "y")
     cases = {
         ("train", str(tmp_path / "no.yaml")): "error: config file: expected an existing file",
@@ -267,7 +267,7 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
         ("compare", str(tmp_path), "a=b"): "error: compare: expected a finished run, got no",
         ("compare", str(tmp_path / "damaged")): f"error: {results}: expected config, steps, before",
         ("train", 300 * "x"): "error: config file: expected a file or a shipped configuration",
-        ("data", str(tmp_path / "mine")): "error: training: expected a value, got nothing",
+        ("data", str(tmp_path / "mine")): f"error: {tmp_path / 'mine'}: expected",
         ("train", *flags, "--head", "dits"): "error: head.name: expected",
         ("train", *flags, "--task", "mlm"): "error: model.task: expected",
         ("train", *flags, "model=x"): "error: model: expected a base beside --model, got 'x'",
