@@ -164,7 +164,7 @@ def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
     if not asked:
         return None
     if asked is not True:
-        check_whole(Path(asked))
+        check_undamaged(Path(asked))
         return Path(asked)
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:
@@ -174,7 +174,7 @@ def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
     return checkpoint
 
 
-def check_whole(folder: Path, *, is_best: bool = False) -> None:
+def check_undamaged(folder: Path, *, is_best: bool = False) -> None:
     """Refuse a checkpoint that is named, by a user or as the best one by a later one, if damaged.
 
     Raises:
@@ -235,7 +235,7 @@ def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:
     if state.best_model_checkpoint is not None:
         best = checkpoint.parent / Path(state.best_model_checkpoint).name
         if needs_best:
-            check_whole(best, is_best=True)
+            check_undamaged(best, is_best=True)
         state.best_model_checkpoint = str(best) if best.is_dir() else None
     return state
 

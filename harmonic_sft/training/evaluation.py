@@ -240,7 +240,7 @@ class Opened:
         lineage = [ancestor._asdict() for ancestor in self.ancestors]
         return {
             **to_plain(self.data_config),
-            "eval_sha256": fingerprint(self.data.eval),
+            "eval_sha256": scored_sha256(self.data.eval),
             "held_out": {"sha256": self.data.held_out.digest, "lineage": lineage},
         }
 
@@ -441,7 +441,7 @@ def _like(first: Opened, folder: Path) -> Opened:
     return replace(first, folder=folder, model=model, tokenizer=tokenizer, ancestors=ancestors)
 
 
-def fingerprint(rows: MaskedRows) -> str:
+def scored_sha256(rows: MaskedRows) -> str:
     """Return the sha256 of evaluation rows, tokens and labels, as they are scored."""
     digest = sha256()
     for index in range(len(rows)):

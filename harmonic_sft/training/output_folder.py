@@ -141,7 +141,7 @@ def holds_a_run(folder: Path) -> ValueError:
     )
 
 
-def check_same(old: dict[str, Any], new: dict[str, Any]) -> None:
+def check_same_arguments(old: dict[str, Any], new: dict[str, Any]) -> None:
     """Refuse arguments of a trainer that were changed after it was made: some it has used.
 
     Raises:
@@ -155,7 +155,7 @@ def check_same(old: dict[str, Any], new: dict[str, Any]) -> None:
             )
 
 
-def check_settings(checkpoint: Path, run: RunConfig) -> None:
+def check_same_settings(checkpoint: Path, run: RunConfig) -> None:
     """Refuse to continue another folder's run with other settings: its optimizer keeps the old.
 
     Raises:

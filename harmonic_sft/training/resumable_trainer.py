@@ -47,7 +47,7 @@ from harmonic_sft.training.checkpoints import (
     all_checkpoints,
     check_continues,
     check_frozen,
-    check_whole,
+    check_undamaged,
     find_checkpoint,
     frozen_sha256,
     load_neighbors_,
@@ -65,8 +65,8 @@ from harmonic_sft.training.checkpoints import (
 )
 from harmonic_sft.training.output_folder import (
     check_output_folder,
-    check_same,
-    check_settings,
+    check_same_arguments,
+    check_same_settings,
     check_shared,
     claim_output_folder,
     holds_a_run,
@@ -183,7 +183,7 @@ class ResumableTrainer(Trainer):
         folder = Path(str(self.args.output_dir))
         checkpoint = find_checkpoint(resume_from_checkpoint, folder)
         if checkpoint is not None:
-            check_settings(checkpoint, self.run_config)
+            check_same_settings(checkpoint, self.run_config)
         if self._preparation.makes_rows and self.train_dataset is not self._made_rows:
             raise ValueError(
                 "train_dataset: expected the one that the trainer was made with, got another, of "
@@ -193,7 +193,7 @@ class ResumableTrainer(Trainer):
             if self.model_init is not None:  # a search has changed the arguments
                 self.run_config = self._preparation.configure_trial()
             else:
-                check_same(self._made_with, self.args.to_dict())
+                check_same_arguments(self._made_with, self.args.to_dict())
             if (
                 checkpoint is None
                 and self._trained_in == folder
@@ -390,7 +390,7 @@ class ResumableTrainer(Trainer):
         """Load the best checkpoint, if it is whole."""
         assert self.state.best_model_checkpoint is not None, "the callers look"
         folder = Path(self.state.best_model_checkpoint)
-        check_whole(folder, is_best=True)
+        check_undamaged(folder, is_best=True)
         self._load_weights(folder)
 
     def _load_weights(self, folder: Path) -> None:

@@ -27,7 +27,7 @@ from harmonic_sft.results import (
 from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.callbacks import StoppedError, check_reporters, lasting_reports
 from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint
-from harmonic_sft.training.evaluation import fingerprint
+from harmonic_sft.training.evaluation import scored_sha256
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.head_swap import (
     HExpFit,
@@ -302,7 +302,7 @@ def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> d
         "neighbors_after": _neighbors(ready),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
-        "data": {**left_out, "held_out": held_out, "eval_sha256": fingerprint(ready.data.eval)},
+        "data": {**left_out, "held_out": held_out, "eval_sha256": scored_sha256(ready.data.eval)},
         "peak_memory_bytes": peak_memory_bytes(),
         "verified": read_verdicts(run),
         "config": to_plain(run),

@@ -19,7 +19,7 @@ from harmonic_sft.training.adapters import load_part_
 from harmonic_sft.training.checkpoints import (
     MANIFEST_NAME,
     check_continues,
-    check_whole,
+    check_undamaged,
     find_damage,
     last_checkpoint,
     rotate,
@@ -112,13 +112,13 @@ def test_a_run_without_a_whole_checkpoint_starts_again_and_says_so(
 
 def test_a_damaged_checkpoint_that_is_named_is_refused(stopped_run):
     checkpoint = stopped_run / "checkpoint-3"
-    check_whole(checkpoint)
+    check_undamaged(checkpoint)
     flip(checkpoint / "optimizer.pt")
     message = r"expected '.*checkpoint-3' as it was saved, got a damaged one: optimizer.pt has"
     with pytest.raises(ValueError, match=message):
-        check_whole(checkpoint)
+        check_undamaged(checkpoint)
     with pytest.raises(ValueError, match=r"got a damaged one: it is missing. Use another one"):
-        check_whole(stopped_run / "checkpoint-4")
+        check_undamaged(stopped_run / "checkpoint-4")
 
 
 def test_checkpoints_of_an_earlier_version_are_taken_if_nothing_is_missing(stopped_run):

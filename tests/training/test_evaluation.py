@@ -13,7 +13,7 @@ from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.masking import ClassLabels
 from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import evaluation
-from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite, fingerprint
+from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite, scored_sha256
 from harmonic_sft.training.output_folder import read_run
 from harmonic_sft_cli import main
 from tests.conftest import write_run
@@ -155,15 +155,15 @@ def test_a_fingerprint_is_that_of_tokens_and_labels():
         masker = ClassLabels(seed=0, names=["a", "b"], numbers=numbers, of_tokens=False)
         return MaskedRows(datasets.Dataset.from_list(table), masker)
 
-    base = fingerprint(rows(([1, 2], 0), ([3], 1)))
-    assert base == fingerprint(rows(([1, 2], 0), ([3], 1)))
+    base = scored_sha256(rows(([1, 2], 0), ([3], 1)))
+    assert base == scored_sha256(rows(([1, 2], 0), ([3], 1)))
     others = [
         rows(([1, 2], 1), ([3], 1)),
         rows(([1, 4], 0), ([3], 1)),
         rows(([1], 0), ([2, 3], 1)),
         rows(([1, 2], 0)),
     ]
-    assert base not in [fingerprint(other) for other in others]
+    assert base not in [scored_sha256(other) for other in others]
 
 
 @pytest.fixture
