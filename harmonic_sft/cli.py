@@ -151,11 +151,11 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
 
 
 def _train(options: argparse.Namespace) -> None:
-    from harmonic_sft.config import apply_overrides
-    from harmonic_sft.training.run_config import load_run_config, parse_run
+    from harmonic_sft.config import apply_overrides, parse
+    from harmonic_sft.training.run_config import RunConfig, load_run_config
 
     if options.config is None:
-        run = parse_run(apply_overrides(_run_of_flags(options), options.overrides))
+        run = parse(RunConfig, apply_overrides(_run_of_flags(options), options.overrides))
     else:
         run = load_run_config(options.config, options.overrides)
     # Only now what takes seconds to import: a mistyped key is reported before.

@@ -293,7 +293,7 @@ def _place(error: ErrorDetails, data: Any) -> Place:
             place += (step,)
     if error["type"] == "missing":
         place += (error["loc"][-1],)
-    elif error["type"].startswith("union_tag"):
+    elif error["type"].startswith("union_tag") and isinstance(data, dict):
         place += (error["ctx"]["discriminator"].strip("'"),)
     return place
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from harmonic_sft.config import (
@@ -118,6 +118,11 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
         "gradient_checkpointing_kwargs",
     ),
 }
+
+
+def _named(section: Any) -> Any:
+    """Write out a head or a loss that is a name."""
+    return {"name": section} if isinstance(section, str) else section
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -366,6 +371,8 @@ class RunConfig:
     )
     resume: bool = Field(False, description="Continue the run in output_dir")
 
+    _written_out = field_validator("head", "loss", mode="before")(_named)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.model.task in CLASSIFICATION and "init" not in self.head.model_fields_set:
@@ -448,16 +455,7 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
     data = apply_overrides(read_yaml(path), overrides)
     if isinstance(training := data.get("training"), dict):
         data["training"] = {"output_dir": str(Path("runs", Path(path).stem)), **training}
-    return parse_run(data)
-
-
-def parse_run(data: Mapping[str, Any]) -> RunConfig:
-    """Check the settings of a run, of which `head` and `loss` may be a name.
-
-    Raises:
-        ValueError: As `parse`.
-    """
-    return parse(RunConfig, _with_sections(data))
+    return parse(RunConfig, data)
 
 
 def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -471,7 +469,7 @@ def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
     if h_exp is None and "dist" in names:
         h_exp = {"start": -12.0, "end": -4.0}
     loss = settings.get("loss") or ("cross_entropy" if h_exp is None else "harmonic")
-    return _with_sections({**settings, "head": head, "h_exp": h_exp, "loss": loss})
+    return {**settings, "head": _named(head), "h_exp": h_exp, "loss": _named(loss)}
 
 
 def heads_in(settings: Any) -> Iterator[dict[str, Any]]:
@@ -479,12 +477,6 @@ def heads_in(settings: Any) -> Iterator[dict[str, Any]]:
     while isinstance(settings, Mapping):
         yield settings
         settings = settings.get("inner")
-
-
-def _with_sections(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Write out a head and a loss that are names."""
-    named = {key: {"name": data[key]} for key in ("head", "loss") if isinstance(data.get(key), str)}
-    return {**data, **named}
 
 
 def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -271,8 +271,10 @@ def test_a_head_and_a_loss_may_be_a_name(make_yaml):
     run = load_run_config(make_yaml(), words)
     named = ["head={name: cosine}", "h_exp=null", "loss={name: cross_entropy}"]
     assert run == load_run_config(make_yaml(), named)
-    with pytest.raises(ValueError, match=r"^head\.name: expected one of .*got 'cosin'\. Did you"):
-        load_run_config(make_yaml(), ["head=cosin"])
+    for word in ("head=cosin", "loss=arcfac"):
+        message = rf"^{word[:4]}: expected one of .*got '{word[5:]}'\. Did you mean '{word[5:]}.'\?"
+        with pytest.raises(ValueError, match=message):
+            load_run_config(make_yaml(), [word])
 
 
 def test_sections_of_ours_are_checked_before_those_of_transformers(make_yaml):
