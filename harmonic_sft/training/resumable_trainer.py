@@ -400,9 +400,11 @@ class ResumableTrainer(Trainer):
             saved = dict(read_tensors(folder, ("",)))
             found = self.model.load_state_dict(saved, strict=False)
             missing = set(found.missing_keys).difference(self.model.all_tied_weights_keys)
-            if missing or found.unexpected_keys:  # experts have other names in files
+            if missing:  # experts have other names in files
                 whole = load_checked(type(self.model), str(folder), config, dtype="auto")
                 self.model.load_state_dict(whole.state_dict())
+            elif found.unexpected_keys:
+                logger.warning("%s has more: %s.", folder, ", ".join(found.unexpected_keys))
         if config.h_exp is not None and not self.run_config.learns_h_exp:
             self.model.h_exp = config.h_exp
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, default_data_collator
 
 from harmonic_sft.training import resumable_trainer
@@ -151,6 +152,19 @@ def test_a_checkpoint_of_another_version_of_transformers_is_named(make_yaml, tmp
     assert f"checkpoint-1 is of transformers 5.0.0, this is {transformers.__version__}." in (
         caplog.text
     )
+
+
+def test_a_checkpoint_that_does_not_fill_the_model_is_refused(make_yaml, tmp_path, caplog):
+    trainer = trained(make_yaml(), "training.max_steps=1")
+    path, name = tmp_path / "run" / "checkpoint-1" / "model.safetensors", "dist_head.weight"
+    weights = load_file(path)
+    save_file({**weights, "model.of_another": weights[name].clone()}, path, {"format": "pt"})
+    trainer._load_from_checkpoint(str(path.parent))
+    assert "checkpoint-1 has more: model.of_another." in caplog.text
+    del weights[name]
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"got 1 weights missing: {name}"):
+        trainer._load_from_checkpoint(str(path.parent))
 
 
 def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
