@@ -41,7 +41,7 @@ def plot_run(results: dict[str, Any], out_png: Path) -> Path:
     _draw_losses(panels[0], results)
     panels[0].set_title(results["run"], loc="left", fontweight="bold")
     for axes, key in zip(panels[1:], logged, strict=True):
-        axes.plot(*_series(history, key), color=CURRENT, linewidth=1.6)
+        axes.plot(*_series(history, key), ".-", color=CURRENT, ms=4, linewidth=1.6)
         axes.set_ylabel(key.replace("learning_rate", "learning rate"))
         if key == "learning_rate":
             axes.ticklabel_format(axis="y", style="scientific", scilimits=(0, 0))
@@ -72,7 +72,8 @@ def plot_comparison(results: Sequence[dict[str, Any]], out_png: Path) -> Path:
     losses, accuracies = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
     paired = [row for row, final in enumerate(finals) if final.get("post_hoc_loss") is not None]
     rows = [row - 0.2 if row in paired else row for row in range(len(names))]
-    labels = LABELS if any("h_exp" in final for final in finals) else WITHOUT_H_EXP
+    has_h_exp = any("h_exp" in final for final in finals)
+    labels = (LABELS if has_h_exp else WITHOUT_H_EXP) | {CURRENT: "as trained"}
     _draw_bars(losses, rows, [final["loss"] for final in finals], CURRENT, labels, "{:.2f}")
     if paired:
         post_hoc = [finals[row]["post_hoc_loss"] for row in paired]
@@ -124,7 +125,7 @@ def _draw_losses(axes: "Axes", results: dict[str, Any]) -> None:
     has_h_exp = any("h_exp" in entry or "eval_h_exp" in entry for entry in history)
     steps, values = _series(history, "loss")
     if values:
-        axes.plot(steps, values, color=TRAINING, linewidth=1.2, label="training")
+        axes.plot(steps, values, ".-", color=TRAINING, ms=4, linewidth=1.2, label="training")
     labels = LABELS if has_h_exp else WITHOUT_H_EXP
     for key, color, marker in [("eval_loss", CURRENT, "o"), ("eval_post_hoc_loss", POST_HOC, "D")]:
         steps, values = _series(history, key)
@@ -140,7 +141,9 @@ def _draw_unigram(line_fn: Callable[..., Any], results: Sequence[dict[str, Any]]
     """Draw the loss of the text's word frequencies, which a model has to beat."""
     known = [run["unigram_loss"] for run in results if run.get("unigram_loss") is not None]
     if known:
-        line_fn(known[0], color=REFERENCE, linestyle="--", linewidth=1.2, label="unigram baseline")
+        line_fn(
+            known[0], color=REFERENCE, linestyle="--", linewidth=1.2, label="guessing by frequency"
+        )
 
 
 def _draw_bars(
@@ -155,5 +158,5 @@ def _draw_bars(
     bars = axes.barh(rows, values, height=0.36, color=color, label=labels[color])
     texts = [number.format(value) for value in values]
     background = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-    axes.bar_label(bars, texts, padding=4, fontsize="small", bbox=background)
+    axes.bar_label(bars, texts, padding=4, bbox=background)
     axes.margins(x=0.14)

@@ -51,7 +51,7 @@ def test_a_run_is_drawn_in_three_panels_over_its_steps(tmp_path, figures):
         "training",
         "evaluation at the current h_exp",
         "evaluation at the best h_exp or temperature",
-        "unigram baseline",
+        "guessing by frequency",
     ]
     assert list(lines["training"].get_xdata()) == [1, 10, 20]
     assert list(lines["evaluation at the best h_exp or temperature"].get_ydata()) == [4.7, 4.6]
@@ -87,6 +87,12 @@ def test_what_was_never_logged_has_no_panel_and_no_entry(tmp_path, figures):
     assert losses.get_xlabel() == "optimizer step"
 
 
+def test_what_was_logged_once_is_seen(tmp_path, figures):
+    plot_run({"run": "short", "history": HISTORY[1:3]}, tmp_path / "run.png")
+    for axes in figures[0].axes:
+        assert all(line.get_marker() not in ("", "None") for line in axes.get_lines())
+
+
 def test_a_comparison_has_a_bar_per_known_number(tmp_path, figures):
     path = plot_comparison(FINALS, tmp_path / "comparison.png")
     assert imread(path).shape[:2] > (300, 1000)
@@ -95,7 +101,7 @@ def test_a_comparison_has_a_bar_per_known_number(tmp_path, figures):
     assert [bar.get_width() for bar in accuracies.patches] == pytest.approx([25.4, 28.1])
     assert [text.get_text() for text in losses.get_yticklabels()] == ["demo", "linear"]
     assert {text.get_text() for text in losses.texts} == {"6.26", "5.13", "4.15"}
-    assert [line.get_label() for line in losses.get_lines()] == ["unigram baseline"]
+    assert [line.get_label() for line in losses.get_lines()] == ["guessing by frequency"]
     assert losses.get_xlabel() == "evaluation loss, nats"
     assert accuracies.get_xlabel() == "accuracy, %"
 
@@ -105,8 +111,8 @@ def test_a_comparison_speaks_of_h_exp_where_a_run_has_one(h_exp, tmp_path, figur
     runs = [FINALS[1], {"run": "dist", "final": FINALS[0]["final"] | h_exp}]
     plot_comparison(runs, tmp_path / "comparison.png")
     names = [text.get_text() for text in figures[0].legends[0].get_texts()]
-    wanted = ["at the current h_exp", "at the best h_exp or temperature"]
-    assert names == ["unigram baseline", *(wanted if h_exp else ["at the best temperature"])]
+    fitted = "at the best h_exp or temperature" if h_exp else "at the best temperature"
+    assert names == ["guessing by frequency", "as trained", fitted]
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
