@@ -48,6 +48,18 @@ SPEARMAN = {"spearman_cosine": "Spearman, cosine", "spearman_l2": "Spearman, -L2
 TYPOS = ", typos in a tenth of the words"
 SHOTS, WRONG = 5, 0.3  # examples of a class, share of wrong labels
 BASE = "{}, base before training"
+OF_SPECTRUM = (
+    "explained variance: share in the first 2 and 10 principal components; effective dimension: "
+    "participation ratio; mean cosine: of all pairs"
+)
+OF_HUBS = (
+    "hubness: skewness of how often a prototype is among the 10 nearest of others; never neighbor: "
+    "share that never is"
+)
+OF_DRIFT = (
+    "drift cosine: mean of a prototype with the vector that it started as; neighbors kept: share "
+    "of the 10 nearest that stayed"
+)
 MEANING = "semantic errors"
 NO_RULER = {"group": MEANING, "set": HELD_OUT, "missing": "--ruler ENCODER"}
 
@@ -267,10 +279,12 @@ def _shape(subject: Subject) -> Rows:
     head, (states, labels) = subject.model.dist_head, subject.states
     prototypes = head.prototypes.detach()
     count = len(prototypes)
-    yield from _rows("geometry", "prototypes", geometry.spectrum(prototypes), n=count)
+    filled = geometry.spectrum(prototypes)
+    yield from _rows("geometry", "prototypes", filled, n=count, note=OF_SPECTRUM)
     if count > 2 * geometry.NUM_NEIGHBORS:
         hubs = geometry.hubness(prototypes)
-        yield from _rows("geometry", "prototypes", hubs, n=min(count, geometry.NUM_ROWS))
+        compared = min(count, geometry.NUM_ROWS)
+        yield from _rows("geometry", "prototypes", hubs, n=compared, note=OF_HUBS)
     if isinstance(head, RotationHead):  # its prototypes lie in the frame of the rotated states
         states = head.rotate(states).detach()
     value = geometry.class_center_alignment(states, labels, prototypes)
@@ -288,7 +302,7 @@ def _drift(subject: Subject) -> Rows:
     if base is None or base.shape != prototypes.shape:
         raise Unmeasured("the base of the run")
     moved = geometry.drift(prototypes, base.to(prototypes))
-    yield from _rows("geometry", "drift from the base", moved)
+    yield from _rows("geometry", "drift from the base", moved, note=OF_DRIFT)
 
 
 def _word_ratings(subject: Subject, path: Path) -> Rows:

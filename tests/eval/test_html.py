@@ -58,6 +58,7 @@ def test_the_page_holds_every_number_and_two_figures():
         assert text in page, text
     assert "not measured: needs wordsim/*.tsv" in page
     assert "all prototypes are equal" in page
+    assert "2026-01-01, commit aaaa" in page
     assert re.findall(r'class="number best">([^<]+)', page) == ["3.25", "0.4"]
     svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     assert len(svgs) == 2

@@ -49,6 +49,7 @@ def test_hubs_are_counted_among_some_of_the_prototypes(tiny_base, tokenizer, mon
     model = HarmonicForMaskedLM.from_base(str(tiny_base))
     rows = rows_of(model, tokenizer, torch.ones(1, 32), torch.tensor([5]))
     assert rows["prototypes", "hubness"]["n"] == 50
+    assert "skewness" in rows["prototypes", "hubness"]["note"]
     assert rows["prototypes", "mean cosine"]["n"] == 109
 
 
