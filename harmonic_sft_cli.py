@@ -150,6 +150,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
+    os.environ.setdefault("TQDM_DELAY", "1")  # no bar of what takes less than a second
     try:
         from harmonic_sft.cli import run_command
 

@@ -53,6 +53,7 @@ def run_command(options: argparse.Namespace) -> int:
     rank = os.environ.get("RANK", "0")
     logging.getLogger("harmonic_sft").setLevel(logging.INFO if rank == "0" else logging.WARNING)
     transformers_logging.set_verbosity_warning()
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     try:
         _run(options)
     except Exception as error:

@@ -61,6 +61,14 @@ os.close(reader)
 os.dup2(writer, sys.stdout.fileno())
 sys.exit(main(["init", "neobert"]))
 """
+QUIET = """
+import logging
+from harmonic_sft_cli import main
+main(["config"])
+logging.getLogger("huggingface_hub.utils").warning("once")
+from tqdm.auto import tqdm
+list(tqdm(range(3)))
+"""
 HEAVY = ("datasets", "pandas", "peft", "transformers.training_args", "transformers.trainer")
 
 
@@ -91,6 +99,10 @@ def test_every_help_has_examples_that_can_be_typed(command, capsys):
         if words[0] != "COMMAND":
             assert words[0] == command or not command
             _parser().parse_args(words)
+
+
+def test_short_bars_are_not_drawn_and_the_hub_warns_once():
+    assert run_python("-c", QUIET).stderr == "once\n"
 
 
 def test_version_names_what_a_bug_report_needs(capsys):

@@ -180,8 +180,16 @@ def _init_worker(listens: Tensor, init_fn: Callable[[int], None] | None, worker_
         init_fn(worker_id)
 
 
+NOT_SHOWN = (
+    "num_input_tokens_seen",
+    "eval_runtime",
+    "eval_samples_per_second",
+    "eval_steps_per_second",
+)
+
+
 class LabeledProgress(ProgressCallback):
-    """transformers' progress bars, which do not say whether they count training or evaluation."""
+    """transformers' progress bars, which do not say what they count, and lines without a step."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the bar of the training steps."""
@@ -207,6 +215,13 @@ class LabeledProgress(ProgressCallback):
                 dynamic_ncols=True,
             )
         super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
+        """Print the step first, and not what its bar says or the next line would repeat."""
+        shown = {key: value for key, value in logs.items() if key not in NOT_SHOWN}
+        super().on_log(args, state, control, {"step": state.global_step, **shown}, **kwargs)
 
 
 def label_bars_(callbacks: list[TrainerCallback]) -> None:

@@ -205,6 +205,13 @@ def test_a_progress_bar_of_the_user_stays(arguments, make):
     assert ProgressCallback not in kinds
 
 
+def test_the_line_of_a_log_begins_with_its_step(arguments, make, capsys):
+    make(arguments(disable_tqdm=False, logging_steps=1)).train()
+    line = next(line for line in capsys.readouterr().out.splitlines() if "'loss'" in line)
+    assert line.startswith("{'step': 1, 'loss': ")
+    assert "num_input_tokens_seen" not in line
+
+
 class Rows(IterableDataset):
     def __iter__(self):
         for k in range(6):
