@@ -31,7 +31,8 @@ LEAST_WIDTH = 16  # of a column whose words are folded; no number is longer
 ADDRESS = re.compile(r"\b(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 LEAST_TOKEN = 16  # characters; what is shorter is none, and may be a word of any text
-NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?( ?[^\W\d_]\S*| ?%)?")  # with or without a unit
+ONE = r"[-+]?\d[\d.,]*(e[-+]?\d+)?"
+NUMBER = re.compile(rf"([<>]= )?{ONE}( (to|±) {ONE}| ?[^\W\d_]\S*| ?%)?")  # bounds, units
 
 
 def environment() -> dict[str, Any]:

@@ -155,6 +155,14 @@ def test_numbers_stand_to_the_right_and_names_to_the_left(capsys):
     assert " - " in first
 
 
+def test_bounds_and_intervals_stand_to_the_right_as_numbers_do(capsys):
+    show_table(
+        "Best", ["run", "h_exp"], [["a", "<= 0.06"], ["b", "9"], ["c", "1 ± 2"], ["d", "1 to 2"]]
+    )
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()[-5:-1]]
+    assert len({len(line) for line in lines}) == 1
+
+
 def test_a_table_fits_a_terminal_of_80_columns_without_breaking_a_word(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("FORCE_COLOR", "1")

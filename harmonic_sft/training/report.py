@@ -55,7 +55,7 @@ DIFFERENCE_NOTE = (
     f"with fewer than {MIN_SEEDS} seeds a difference is undecided. "
 )
 UNPAIRED = (
-    "%s and %s: undecided, since they share no two seeds: give runs that differ only in "
+    "Undecided, since they share no two seeds with %s: %s. Give runs that differ only in "
     f"training.seed, each with the same {MIN_SEEDS} seeds or more."
 )
 SHOWN = {  # of a table: heading, factor and format
@@ -80,11 +80,8 @@ def log_data(data: LoadedData) -> None:
         )
         return
     logger.info(
-        "Data: %d documents, %d tokens in %d rows; %d rows of other documents for evaluation.",
-        data.num_documents,
-        data.num_tokens,
-        len(data.train),
-        len(data.eval),
+        "Data: %s documents, %s tokens in %s rows; %s rows of other documents for evaluation.",
+        *map("{:,}".format, (data.num_documents, data.num_tokens, len(data.train), len(data.eval))),
     )
     if data.fill_rate is not None:
         logger.info("Packed: %.1f %% of every row are tokens, none is cut.", 100 * data.fill_rate)
@@ -240,12 +237,12 @@ def _arms(runs: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]
 def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
     """Print how every arm differs from the first, over the seeds that both have."""
     reference, *others = arms
-    found = []
+    found, unpaired = [], []
     for name in others:
         seeds = [seed for seed in arms[name] if seed in arms[reference]]
         pairs = [(arms[name][seed]["final"], arms[reference][seed]["final"]) for seed in seeds]
         if len(pairs) < 2:
-            logger.info(UNPAIRED, name, reference)
+            unpaired.append(name)
             continue
         for key, (title, scale, digits) in COMPARED.items():
             if all(key in metrics for pair in pairs for metrics in pair):
@@ -265,11 +262,13 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
     ]
     if rows:
         show_table(f"Difference from {reference}", DIFFERENCE_COLUMNS, rows)
+    if unpaired:
+        logger.info(UNPAIRED, reference, ", ".join(unpaired))
     run = next(iter(arms[reference].values()))
     first, task = run["final"], run["config"].get("model", {}).get("task", "masked_lm")
     documents = first.get("documents")
     logger.info(
-        "%sOn %s %s%s.",
+        "%sMeasured on %s %s%s.",
         DIFFERENCE_NOTE if rows else "",
         f"{first.get('tokens', 0):,.0f}",
         PREDICTED[task],
@@ -312,14 +311,15 @@ def show_suite(payload: dict[str, Any]) -> None:
         show_table(group, ["set", "metric", *names], cells)
         for note in dict.fromkeys(row["note"] for row in rows if row.get("note")):
             logger.info("%s", note)
+    level = "jointly 95 %" if len(payload["differences"]) > 1 else "95 %"
     for found in payload["differences"]:
         low, high = found["interval"] or (None, None)
         logger.info(
-            "%s - %s: %+.3f nats%s over %d documents: %s.",
+            "Loss of %s - %s: %+.3f nats%s over %d documents: %s.",
             found["model"],
             found["against"],
             found["mean"],
-            "" if low is None else f" ({low:+.3f} to {high:+.3f})",
+            "" if low is None else f" ({level} interval {low:+.3f} to {high:+.3f})",
             found["documents"],
             found["verdict"],
         )

@@ -100,7 +100,7 @@ def test_arms_are_compared_over_their_seeds(capsys, caplog):
     assert "other0 loss, nats 0.310 \u00b1 0.012 5 0.000 higher" in differences
     assert any("accuracy, %" in line and line.endswith("undecided") for line in differences)
     assert not any("cosine" in line for line in differences)  # every run has embeddings of its own
-    assert "On 500 masked tokens of 20 documents." in caplog.text
+    assert "Measured on 500 masked tokens of 20 documents." in caplog.text
 
 
 @pytest.mark.parametrize(("num_seeds", "word"), [(4, "undecided"), (5, "higher")])
@@ -143,14 +143,14 @@ def test_runs_that_share_no_two_seeds_are_undecided(seeds, capsys, caplog):
     base, other = seeds_of("base", -12.0, [4.0] * 4), seeds_of("other", -4.0, [9.0] * 4)
     compare_runs([*(base[n] for n in seeds[0]), *(other[n] for n in seeds[1])], None)
     assert "Difference" not in capsys.readouterr().out
-    assert "undecided, since they share no two seeds: give runs" in caplog.text
+    assert "Undecided, since they share no two seeds with base0: other" in caplog.text
 
 
 def test_an_arm_without_two_shared_seeds_is_named_beside_the_others(capsys, caplog):
-    arms = [seeds_of(*arm) for arm in (("a", -12.0, [4, 5]), ("b", -4.0, [4, 6]), ("c", -8.0, [4]))]
-    compare_runs([one for arm in arms for one in arm], None)
+    settings = (("a", -12.0, [4, 5]), ("b", -4.0, [4, 6]), ("c", -8.0, [4]), ("d", -6.0, [4]))
+    compare_runs([one for setting in settings for one in seeds_of(*setting)], None)
     assert "b0 loss, nats 0.500" in " ".join(capsys.readouterr().out.split())
-    assert "c0 and a0: undecided, since they share no two seeds" in caplog.text
+    assert "Undecided, since they share no two seeds with a0: c0, d0. Give runs" in caplog.text
 
 
 def test_a_figure_that_cannot_be_drawn_is_an_error(tmp_path, capsys):
