@@ -1,4 +1,4 @@
-"""What the operator takes and gives, and how its arguments are read."""
+"""The arguments and the results of the operator, and how the arguments are read."""
 
 import math
 from typing import NamedTuple
@@ -65,22 +65,22 @@ class Arguments(NamedTuple):
 
     @property
     def leaves(self) -> list[tuple[str, Tensor | None, bool]]:
-        """Name, value and need of those whose gradients are summed over tiles: not of `h_exp`."""
+        """Name, value and need of those whose gradients are summed over tiles: not `h_exp`."""
         first = zip(self._fields, self, self.needs, strict=False)
         return [leaf for leaf in first if leaf[0] != "h_exp"]
 
     def empty_gradient(self, leaf: Tensor | None) -> Tensor:
-        """Return what stands for the gradient of a leaf that gets none."""
+        """Return the empty tensor that stands for the gradient of a leaf that gets none."""
         return (self.hidden_states if leaf is None else leaf).new_empty(0)
 
 
 def kept_dtype(leaf: Tensor) -> torch.dtype:
-    """Return what the gradient of the sum is kept in: float16 has not its range."""
+    """Return the dtype of a leaf's gradient: a sum over tokens may exceed the range of float16."""
     return torch.float32 if leaf.dtype == torch.float16 else leaf.dtype
 
 
 class Results(NamedTuple):
-    """What the operator gives; empty where it was not asked for.
+    """What the operator returns; a tensor that was not asked for is empty.
 
     Attributes:
         loss: `[N]`.
@@ -88,11 +88,11 @@ class Results(NamedTuple):
         log_normalizer: `[N]`, metric.
         entropy: `[N]`, metric.
         predictions: `[N]`, metric.
-        exponent: `[N]`, dL/dh_exp.
-        hidden_states: `[N, D]`, gradient of the sum of the losses, as for the three that follow.
-        prototypes: `[V, D]`.
-        class_bias: `[V]`.
-        second_weight: `[V, E]`.
+        grad_h_exp: `[N]`, of the loss of each token.
+        grad_hidden_states: `[N, D]`; this and the following are gradients of the summed losses.
+        grad_prototypes: `[V, D]`.
+        grad_class_bias: `[V]`.
+        grad_second_weight: `[V, E]`.
     """
 
     loss: Tensor
@@ -100,25 +100,25 @@ class Results(NamedTuple):
     log_normalizer: Tensor
     entropy: Tensor
     predictions: Tensor
-    exponent: Tensor
-    hidden_states: Tensor
-    prototypes: Tensor
-    class_bias: Tensor
-    second_weight: Tensor
+    grad_h_exp: Tensor
+    grad_hidden_states: Tensor
+    grad_prototypes: Tensor
+    grad_class_bias: Tensor
+    grad_second_weight: Tensor
 
     @property
     def gradients(self) -> tuple[Tensor, ...]:
         """The gradients of `Arguments.leaves`, in their order."""
-        return self[self._fields.index("hidden_states") :]
+        return self[self._fields.index("grad_hidden_states") :]
 
     @property
     def metrics(self) -> TokenMetrics:
-        """What was measured of each token."""
+        """The metrics of each token."""
         return TokenMetrics(self.log_probs, self.log_normalizer, self.entropy, self.predictions)
 
 
 def check_bias(arguments: Arguments) -> None:
-    """Refuse a class that is ruled out and has a share of the target all the same."""
+    """Refuse a bias of -inf, which rules a class out, beside a smoothing that gives it a share."""
     if arguments.class_bias is None or not arguments.label_smoothing:
         return
     finite = ~arguments.class_bias.isneginf().any()

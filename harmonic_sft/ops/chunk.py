@@ -1,4 +1,4 @@
-"""A chunk of tokens under one softmax: from what the tiles found to normalizers and metrics."""
+"""A chunk of tokens under one softmax: from the sums of the tiles to normalizers and metrics."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ class Chunk:
         placed: `[T, D]`, hidden states as the geometry compares them.
         inverse: `[T, 1]`, 1 / |x| on the sphere; None elsewhere.
         unit: `[T, 1]`, of squared distances (`Geometry.unit`); 1 for a linear head.
-        row: `[T, 1]`, what the squared distances of a token have in common; None for 0.
+        row_terms: `[T, 1]`, what the squared distances of a token have in common; None for 0.
         near_limits: `[T, 1]`, squared distances below which a prototype is near.
         labels: `[T, K]`, columns; -1 where padded or repeated.
         log_scale: `[tiles, T]`, the largest logit of each tile, or near it.
@@ -35,28 +35,28 @@ class Chunk:
         logit_sums: `[tiles, T]` or None, of the logits.
         best: `[tiles, T]` or None, the column of the largest logit.
         nearest: `[tiles, T]` or None, the least d2 + eps of each tile.
-        second_sums: `[R, tiles, T]`, that the stage asks for.
-        columns: `[T, S]`, of the pairs; -1 where there is none.
-        absent: `[T, S]`, where there is none.
+        second_sums: `[R, tiles, T]`, the sums that a stage with a second loss needs.
+        columns: `[T, S]`, the classes of the pairs; -1 where there is no pair.
+        absent: `[T, S]`, where there is no pair.
         squared: `[T, S]`, d2 + eps of the pairs of distances.
         logs: `[T, S]`, log(squared / unit) of distances; 0 where there is no pair.
         logits: `[T, S]`, h_exp * logs + bias, or the linear logit; -inf where there is no pair.
         log_normalizer: `[T]`, logsumexp over all classes, distances in `unit`.
         log_probs: `[T, K]`, of the labels; -inf where there is none. Accurate also when p is close
             to 1, so that 1 - p is.
-        saved: `[T]`, what a stage with a second loss must know to make its gradients.
-        mass: `[T]`.
+        saved: `[T]`, of a second loss: the teacher's log-normalizer, or the mean cost of transport.
+        mass: `[T]`, the factor of p_j.
         target: `[T, K]`: at a label dL/dlogit = mass * p - target, besides second and floor.
         rest: `[T, K]`, mass - target.
-        floor: `[T]`.
-        second: `[T]` or None.
+        floor: `[T]`, what label smoothing subtracts at every class.
+        second: `[T]`, the factor of s_j, or None without a second loss.
     """
 
     tokens: slice
     placed: Tensor
     inverse: Tensor | None
     unit: Tensor
-    row: Tensor | None
+    row_terms: Tensor | None
     near_limits: Tensor
     labels: Tensor
     log_scale: Tensor = field(init=False)

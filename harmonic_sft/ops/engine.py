@@ -19,7 +19,7 @@ from harmonic_sft.ops.workers import Workers, cpu_workers
 # [V, D], so that few large ones are fast: with 192 rows a linear head took 1.37 times its products
 # where these are fast (AVX-512), with 393 rows, 48 MB of BERT's vocabulary, 1.23 times.
 KEPT_ROWS, KEPT_BYTES, MIN_ROWS = 768, 48 * 10**6, 64
-LOOSE_ROWS = 256  # of chunks that keep no weights
+LOOSE_ROWS = 256  # of chunks that keep no weights, since no gradients are made
 # On a GPU each chunk converts all prototypes and adds to the gradient of all, so that few large
 # ones are fast: see docs/performance.md.
 DEVICE_BYTES, DEVICE_ROWS = 2**29, 2816
@@ -57,42 +57,53 @@ class Softmax:
             dtype,
             centered=None if self.hidden_states.is_cpu else not is_16_bit,
         )
-        hidden, prototypes = gradients.get("hidden_states"), gradients.get("prototypes")
-        self.hidden_gradient = None if hidden is None else hidden[:, columns]
-        prototype_gradient = None if prototypes is None else prototypes[:, columns]
+        self.hidden_gradient, prototype_gradient = (
+            gradients[name][:, columns] if name in gradients else None
+            for name in ("hidden_states", "prototypes")
+        )
+        wants_hidden = self.hidden_gradient is not None
         self.bias_gradient = gradients.get("class_bias")
-        wants_hidden = hidden is not None
-        self.points = None
-        if "second_weight" in gradients and stage.points is not None:
-            moved = gradients["second_weight"]
-            self.points = GradientProducts(
-                stage.points, workers, hidden_states=True, prototypes=moved
+        self.point_products: GradientProducts | None = None
+        moved = gradients.get("second_weight")
+        if stage.points is not None and moved is not None:
+            self.point_products = GradientProducts(
+                stage.points, workers, wants_hidden=True, prototype_gradient=moved
             )
         if arguments.impl == "triton":
             from harmonic_sft.ops.triton_tiles import TritonTiles  # not on every system
 
-            given = arguments, self.geometry, stage.h_exp, self.hidden_states
             self.tiles: TorchTiles | TritonTiles = TritonTiles(
-                *given, wants_hidden=wants_hidden, gradient=prototype_gradient
+                arguments,
+                self.geometry,
+                stage.h_exp,
+                self.hidden_states,
+                wants_hidden=wants_hidden,
+                prototype_gradient=prototype_gradient,
             )
         else:
             products = GradientProducts(
-                self.geometry, workers, hidden_states=wants_hidden, prototypes=prototype_gradient
+                self.geometry,
+                workers,
+                wants_hidden=wants_hidden,
+                prototype_gradient=prototype_gradient,
             )
-            self.tiles = TorchTiles(arguments, self.geometry, stage, products, self.points, workers)
+            self.tiles = TorchTiles(
+                arguments, self.geometry, stage, products, self.point_products, workers
+            )
 
     def place(self, tokens: slice) -> Chunk:
         """Return a chunk of tokens with their labels."""
         placed, inverse = self.geometry.place(self.hidden_states[tokens])
         if self.geometry.linear:
             unit = near_limits = placed.new_ones(len(placed), 1)
-            row = None
+            row_terms = None
         else:
             squared = torch.linalg.vecdot(placed, placed).unsqueeze(1)
-            unit, row = self.geometry.unit(squared), self.geometry.row(squared, inverse)
+            unit = self.geometry.unit(squared)
+            row_terms = self.geometry.row_terms(squared, inverse)
             near_limits = self.geometry.near_limits(squared)
         labels = self.stage.labels[tokens]
-        return Chunk(tokens, placed, inverse, unit, row, near_limits, labels)
+        return Chunk(tokens, placed, inverse, unit, row_terms, near_limits, labels)
 
     def measure_pairs(self, chunk: Chunk, near: Tensor | None) -> None:
         """Write the pairs of a chunk: its labels, and the columns `near` `[T, S]`, -1 for none."""
@@ -123,58 +134,58 @@ class Softmax:
 
     def _finish_points(self, chunk: Chunk) -> None:
         """Add what the pairs carry, and what moves the labels' points."""
-        if self.points is None:
+        if self.point_products is None:
             return
         assert chunk.second is not None, "factors are set before"
         probs = (chunk.logits - chunk.log_normalizer.unsqueeze(1)).exp()
         carried = chunk.second.unsqueeze(1) * probs
-        total = self.points.hidden_gradient()
+        total = self.point_products.hidden_gradient()
         for column, classes in enumerate(chunk.pair_classes(len(self.geometry.prototypes))):
-            total += self.points.add_pairs(classes, -2 * carried[:, column])
-        assert self.points.prototypes is not None, "points get a gradient"
-        add_rows_(self.points.prototypes, chunk.labels[:, 0], total)
-        self.points.end()
+            total += self.point_products.add_pairs(classes, -2 * carried[:, column])
+        assert self.point_products.prototype_gradient is not None, "points get a gradient"
+        add_rows_(self.point_products.prototype_gradient, chunk.labels[:, 0], total)
+        self.point_products.end_chunk()
 
     def complete(self) -> None:
         """End the call, after its last chunk."""
         self.tiles.complete()
-        if self.points is not None:
-            self.points.finish()
+        if self.point_products is not None:
+            self.point_products.complete()
 
 
 def forward(*flat: Any) -> Results:
     """Return the losses, and beside them the gradients of their sum if `Arguments.early`."""
     arguments = Arguments(*flat)
-    keep, learns = arguments.early, arguments.needs_gradient("h_exp")
+    keep, learns_h_exp = arguments.early, arguments.needs_gradient("h_exp")
+    measure = learns_h_exp or arguments.with_metrics
     with _arithmetic(arguments) as workers:
-        stage, gradients, heads = _build(arguments, workers)
+        stage, gradients, softmaxes = _build(arguments, workers)
         loss = stage.target.new_empty(len(stage.labels))
-        exponent = torch.zeros_like(loss if learns else loss[:0])
+        grad_h_exp = torch.zeros_like(loss if learns_h_exp else loss[:0])
         measured: list[TokenMetrics] = []
-        for tokens in _slices(arguments, heads):
-            outer = _token_weights(arguments, tokens, loss.dtype)
-            chunks = [head.place(tokens) for head in heads]
-            for head, chunk in zip(heads, chunks, strict=True):
-                measure = learns or arguments.with_metrics
-                near = head.tiles.score(chunk, keep=keep, measure=measure)
-                head.measure_pairs(chunk, near)
+        for tokens in _slices(arguments, softmaxes):
+            weights = _token_weights(arguments, tokens, loss.dtype)
+            chunks = [softmax.place(tokens) for softmax in softmaxes]
+            for softmax, chunk in zip(softmaxes, chunks, strict=True):
+                near = softmax.tiles.score(chunk, keep=keep, measure=measure)
+                softmax.measure_pairs(chunk, near)
                 chunk.normalize()
-            loss[tokens] = stage.losses(chunks) * outer
+            loss[tokens] = stage.losses(chunks) * weights
             if arguments.with_metrics:
                 normalizer = stage.normalizer(chunks[0])
                 measured.append(chunks[0].metrics(stage.target[tokens], normalizer))
-            stage.set_factors(chunks, outer)
-            for head, chunk in zip(heads, chunks, strict=True):
+            stage.set_factors(chunks, weights)
+            for softmax, chunk in zip(softmaxes, chunks, strict=True):
                 slopes = stage.slopes(chunk)
-                if learns:
-                    exponent[tokens] += stage.exponent_slopes(chunk, slopes, outer)
+                if learns_h_exp:
+                    grad_h_exp[tokens] += stage.exponent_slopes(chunk, slopes, weights)
                 if keep:
-                    head.finish(chunk, slopes, head.tiles.accumulate(chunk))
-        for head in heads:
-            head.complete()
+                    softmax.finish(chunk, slopes, softmax.tiles.accumulate(chunk))
+        for softmax in softmaxes:
+            softmax.complete()
     nothing = [loss.new_empty(0), loss.new_empty(0), loss.new_empty(0), stage.labels.new_empty(0)]
     metrics = map(torch.cat, zip(*measured, strict=True)) if measured else nothing
-    return Results(loss, *metrics, exponent, *_finished(arguments, gradients))
+    return Results(loss, *metrics, grad_h_exp, *_finished(arguments, gradients))
 
 
 def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int, device: str) -> int:
@@ -204,18 +215,18 @@ def chunk_slices(num_tokens: int, rows: int) -> Iterator[slice]:
         yield slice(start, min(start + size, num_tokens))
 
 
-def _slices(arguments: Arguments, heads: list[Softmax]) -> Iterator[slice]:
+def _slices(arguments: Arguments, softmaxes: list[Softmax]) -> Iterator[slice]:
     num_tokens, hidden_size = arguments.hidden_states.shape
     device = arguments.hidden_states.device.type
     if device == "cpu" and not arguments.early:
         return chunk_slices(num_tokens, LOOSE_ROWS)
-    num_kept = sum(head.tiles.num_kept for head in heads)
+    num_kept = sum(softmax.tiles.num_kept for softmax in softmaxes)
     rows = _kept_rows(len(arguments.prototypes), hidden_size, num_kept, device)
     return chunk_slices(num_tokens, rows)
 
 
 def _kept_rows(vocab_size: int, hidden_size: int, num_kept: float, device: str) -> int:
-    """Return how many tokens have `num_kept` rows of V numbers each in a chunk."""
+    """Return how many tokens a chunk has, of which each keeps `num_kept` rows of V numbers."""
     if device != "cpu":
         budget = max(DEVICE_BYTES, 2 * DEVICE_ROWS * vocab_size)
         return max(int(budget // (4 * vocab_size * num_kept)), MIN_ROWS)
@@ -225,7 +236,7 @@ def _kept_rows(vocab_size: int, hidden_size: int, num_kept: float, device: str) 
 
 @contextmanager
 def _arithmetic(arguments: Arguments) -> Generator[Workers]:
-    """Give workers, without autograd and autocast."""
+    """Turn autograd and autocast off, and give the threads that share the tiles."""
     device = arguments.hidden_states.device.type
     workers = cpu_workers() if device == "cpu" else nullcontext(Workers(1))
     with torch.no_grad(), torch.autocast(device, enabled=False), workers as threads:
@@ -245,8 +256,8 @@ def _build(
             gradients[name] = make(leaf.shape, dtype=stage.target.dtype, device=leaf.device)
     width = arguments.prototypes.shape[1] // arguments.num_heads
     columns = [slice(m * width, (m + 1) * width) for m in range(arguments.num_heads)]
-    heads = [Softmax(arguments, stage, part, gradients, workers) for part in columns]
-    return stage, gradients, heads
+    softmaxes = [Softmax(arguments, stage, part, gradients, workers) for part in columns]
+    return stage, gradients, softmaxes
 
 
 def _finished(arguments: Arguments, gradients: dict[str, Tensor]) -> tuple[Tensor, ...]:

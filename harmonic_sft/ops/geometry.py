@@ -19,7 +19,8 @@ COMPLETED_ELEMENTS = 3 * 2**17  # of prototypes at once: 1.5 MB, which stays in 
 class Geometry:
     """How raw hidden states and prototypes enter the matrix products of one call.
 
-    The squared distance of a pair is `row_i + column_j + inverse_j * <-2 x_i, w_j>`.
+    The squared distance of hidden state i and prototype j is the sum of a term of the row, one of
+    the column, and a product: `row_term_i + column_term_j - 2 * scale_j * <x_i, tile_j>`.
 
     Args:
         kind: "linear", "euclidean" or "sphere".
@@ -69,7 +70,7 @@ class Geometry:
 
     @cached_property
     def inverse(self) -> Tensor | None:
-        """See above."""
+        """See the attributes of the class."""
         return inverse_norms(self.prototypes).to(self.dtype) if self.kind == "sphere" else None
 
     @property
@@ -118,22 +119,22 @@ class Geometry:
         """
         return squared * (2.6 * NEAR) + self.eps
 
-    def row(self, squared: Tensor, inverse: Tensor | None) -> Tensor | None:
-        """Return `row_i` `[T, 1]` of the squared distances; None for 0."""
+    def row_terms(self, squared: Tensor, inverse: Tensor | None) -> Tensor | None:
+        """Return what the squared distances of each row have in common, `[T, 1]`; None for 0."""
         if self.linear or (self.kind == "sphere" and self.center is None):
             return None
         return squared if inverse is None else squared + (inverse == 0)
 
-    def columns(self) -> Tensor:
-        """Return `column_j` `[V]` of the squared distances, eps included."""
+    def column_terms(self) -> Tensor:
+        """Return what the squared distances to each prototype have in common, `[V]`, with eps."""
         if self.kind == "sphere" and self.center is None:
             return self.prototypes.new_full((len(self.prototypes),), 2 + self.eps, dtype=self.dtype)
         starts = range(0, len(self.prototypes), SQUARED_ROWS)
         tiles = (self.tile(slice(start, start + SQUARED_ROWS)) for start in starts)
-        columns = torch.cat([torch.linalg.vecdot(tile, tile) for tile in tiles]).add_(self.eps)
-        return columns if self.inverse is None else columns + (self.inverse == 0)
+        terms = torch.cat([torch.linalg.vecdot(tile, tile) for tile in tiles]).add_(self.eps)
+        return terms if self.inverse is None else terms + (self.inverse == 0)
 
-    def rows(self, classes: Tensor) -> Tensor:
+    def place_prototypes(self, classes: Tensor) -> Tensor:
         """Return the prototypes of `classes` `[P]` as they are compared, `[P, D]`."""
         prototypes = self.prototypes[classes].to(self.dtype)
         if self.kind == "sphere":
@@ -180,11 +181,13 @@ class GradientProducts:
     Args:
         geometry: How the prototypes `[V, D]` are compared.
         workers: Share the tiles.
-        hidden_states: Whether their gradient is wanted.
-        prototypes: `[V, D]`, where their gradient is accumulated; None if nobody wants it.
+        wants_hidden: Whether the hidden states get a gradient.
+        prototype_gradient: `[V, D]`, where that of the prototypes is accumulated; None if nobody
+            wants it.
 
     Attributes:
-        columns: `[V]`, sums over the tokens, which complete the prototypes' gradient; or None.
+        column_sums: `[V]`, sums of the coefficients over all tokens so far, which `complete` needs;
+            None where they drop out.
     """
 
     def __init__(
@@ -192,84 +195,89 @@ class GradientProducts:
         geometry: Geometry,
         workers: Workers,
         *,
-        hidden_states: bool,
-        prototypes: Tensor | None,
+        wants_hidden: bool,
+        prototype_gradient: Tensor | None,
     ):
         self.geometry, self.workers = geometry, workers
-        self.wants_hidden, self.prototypes = hidden_states, prototypes
-        self.columns: Tensor | None = None
-        if prototypes is not None and geometry.with_sums:
-            self.columns = prototypes.new_zeros(len(prototypes))
+        self.wants_hidden, self.prototype_gradient = wants_hidden, prototype_gradient
+        self.column_sums: Tensor | None = None
+        if prototype_gradient is not None and geometry.with_sums:
+            self.column_sums = prototype_gradient.new_zeros(len(prototype_gradient))
         self.untouched = True
 
-    def start(self, placed: Tensor) -> None:
-        """Begin with the hidden states `[T, D]` of a chunk, as the geometry compares them."""
+    def start_chunk(self, placed: Tensor) -> None:
+        """Begin a chunk, with its hidden states `[T, D]` as the geometry compares them."""
         self.placed = placed
         count = self.workers.count
-        self.sums = placed.new_zeros(count, len(placed), 1)
-        self.parts = [torch.zeros_like(placed) for _ in range(count if self.wants_hidden else 0)]
+        num_parts = count if self.wants_hidden else 0
+        self.row_sums = placed.new_zeros(count, len(placed), 1)
+        self.hidden_parts = [torch.zeros_like(placed) for _ in range(num_parts)]
 
     def add(self, worker: int, tile: slice, coefficients: Tensor) -> None:
         """Add the products of a tile's coefficients `[T, W]`, which are overwritten."""
         if self.geometry.with_sums:
-            self.sums[worker].add_(coefficients.sum(1, keepdim=True))
-            if self.columns is not None:
-                self.columns[tile].add_(coefficients.sum(0))
+            self.row_sums[worker].add_(coefficients.sum(1, keepdim=True))
+            if self.column_sums is not None:
+                self.column_sums[tile].add_(coefficients.sum(0))
         if self.geometry.scale is not None:
             coefficients.mul_(self.geometry.scale[tile])
         if self.wants_hidden:
             vectors = self.geometry.tile(tile)
-            torch.addmm(self.parts[worker], coefficients, vectors, out=self.parts[worker])
-        if self.prototypes is not None:  # the first chunk writes, the others add
-            target, beta = self.prototypes[tile], 0 if self.untouched else 1
+            part = self.hidden_parts[worker]
+            torch.addmm(part, coefficients, vectors, out=part)
+        if self.prototype_gradient is not None:  # the first chunk writes, the others add
+            target, beta = self.prototype_gradient[tile], 0 if self.untouched else 1
             torch.addmm(target, coefficients.T, self.placed, beta=beta, out=target)
 
     def hidden_gradient(self) -> Tensor:
         """Return the gradient `[T, D]` of the placed hidden states from all tiles of the chunk."""
-        total = sum(self.parts[1:], self.parts[0])
+        total = sum(self.hidden_parts[1:], self.hidden_parts[0])
         if self.geometry.with_sums:
-            total -= self.placed * self.sums.sum(0)
+            total -= self.placed * self.row_sums.sum(0)
         return total
 
     def add_pairs(self, classes: Tensor, coefficients: Tensor) -> Tensor:
-        """Add pairs of the chunk by direct difference; return the hidden states' part `[T, D]`.
+        """Add one pair of every token, by direct difference; return what the hidden states get.
 
         Args:
             classes: `[T]`.
             coefficients: `[T]`, 0 where there is no pair.
+
+        Returns:
+            `[T, D]`.
         """
-        vectors, coefficients = self.geometry.rows(classes), coefficients.unsqueeze(1)
+        vectors, coefficients = self.geometry.place_prototypes(classes), coefficients.unsqueeze(1)
         if self.geometry.linear:
-            if self.prototypes is not None:
-                add_rows_(self.prototypes, classes, self.placed * coefficients)
+            if self.prototype_gradient is not None:
+                add_rows_(self.prototype_gradient, classes, self.placed * coefficients)
             return vectors.mul_(coefficients)
         pulls = vectors.sub_(self.placed).mul_(coefficients)  # [T, D]
-        if self.prototypes is not None:
+        if self.prototype_gradient is not None:
             scale = self.geometry.scale
             pushes = -pulls if scale is None else pulls * -scale[classes].unsqueeze(1)
-            add_rows_(self.prototypes, classes, pushes)
+            add_rows_(self.prototype_gradient, classes, pushes)
         return pulls
 
-    def end(self) -> None:
+    def end_chunk(self) -> None:
         """Forget the chunk."""
         self.untouched = False
-        del self.placed, self.sums, self.parts
+        del self.placed, self.row_sums, self.hidden_parts
 
-    def finish(self) -> None:
-        """Complete the prototypes' gradient in place; on the sphere it is made tangent."""
-        target, geometry = self.prototypes, self.geometry
+    def complete(self) -> None:
+        """Complete the prototypes' gradient after the last chunk; on the sphere make it tangent."""
+        target, geometry = self.prototype_gradient, self.geometry
         if target is None or geometry.linear:
             return
-        # On a CPU little enough for a core's cache, and enough for its operations to be few.
-        rows = max(COMPLETED_ELEMENTS // max(target.shape[1], 1), 1)
-        size = rows if target.is_cpu else 8192
+        # On a CPU few enough to stay in a core's cache, and enough for its operations to be few.
+        num_cached = max(COMPLETED_ELEMENTS // max(target.shape[1], 1), 1)
+        size = num_cached if target.is_cpu else 8192
 
-        def complete(_: int, k: int) -> None:
+        def complete_part(_: int, k: int) -> None:
             part = slice(k * size, (k + 1) * size)
             tile = target[part]
-            if self.columns is not None:
-                columns = self.columns[part].unsqueeze(1)
-                tile.addcmul_(geometry.tile(part), columns, value=-1)
+            if self.column_sums is not None:
+                sums = self.column_sums[part].unsqueeze(1)
+                tile.addcmul_(geometry.tile(part), sums, value=-1)
             if geometry.inverse is not None:
                 inverse = geometry.inverse[part].unsqueeze(1)
                 raw = geometry.prototypes[part].to(geometry.dtype)
@@ -278,7 +286,7 @@ class GradientProducts:
                 if geometry.scale is None:
                     tile.mul_(inverse)
 
-        self.workers.run(complete, -(-len(target) // size))
+        self.workers.run(complete_part, -(-len(target) // size))
 
 
 def add_rows_(target: Tensor, index: Tensor, values: Tensor) -> None:

@@ -28,8 +28,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*arguments[:NUM_TENSORS])
     ctx.settings = arguments[NUM_TENSORS:]
-    ctx.exponent, ctx.h_exp = results.exponent, arguments.h_exp.new_empty(0)
-    ctx.ready = results.gradients if arguments.early else None
+    ctx.grad_h_exp, ctx.h_exp_like = results.grad_h_exp, arguments.h_exp.new_empty(0)
+    ctx.early_gradients = results.gradients if arguments.early else None
 
 
 def is_uniform(upstream: Tensor) -> bool:
@@ -41,7 +41,10 @@ def is_uniform(upstream: Tensor) -> bool:
 
 
 def factors_for(gradients: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Return what uniform gradients `[N]` multiply others with, not rounded to their dtypes."""
+    """Return the one value of uniform gradients `[N]`, for each of `gradients` with its axes.
+
+    A factor without axes would be rounded to the dtype of a 16-bit gradient before the product.
+    """
     factor = upstream[:1].sum()  # 0 without tokens
     return [factor.reshape([1] * gradient.dim()) for gradient in gradients]
 
@@ -65,30 +68,31 @@ def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
         return nothing
     refuse_second_derivative()
     arguments = Arguments(*ctx.saved_tensors, *ctx.settings)
-    ready, ctx.ready = ctx.ready, None
-    if ready is not None and is_uniform(upstream):
-        factors = factors_for(ready, upstream)
-        gradients = [one.mul_(factor) for one, factor in zip(ready, factors, strict=True)]
-    else:  # also for a second backward pass: the call again, weighted by the upstream gradients
-        gradients = Results(*chunked_op(*_weighted(arguments, upstream))).gradients
+    early, ctx.early_gradients = ctx.early_gradients, None  # scaled in place, so used once
+    if early is not None and is_uniform(upstream):
+        factors = factors_for(early, upstream)
+        sums = [gradient.mul_(factor) for gradient, factor in zip(early, factors, strict=True)]
+    else:  # also in a second backward pass: the call again, weighted by the upstream gradients
+        sums = Results(*chunked_op(*_weighted(arguments, upstream))).gradients
     learns_h_exp = arguments.needs_gradient("h_exp")
-    exponent = (ctx.exponent * upstream).sum().to(ctx.h_exp) if learns_h_exp else None
+    h_exp = (ctx.grad_h_exp * upstream).sum().to(ctx.h_exp_like) if learns_h_exp else None
     hidden_states, prototypes, class_bias, second_weight = (
         gradient if leaf is None else gradient.to(leaf.dtype)
-        for gradient, (_, leaf, _) in zip(gradients, arguments.leaves, strict=True)
+        for gradient, (_, leaf, _) in zip(sums, arguments.leaves, strict=True)
     )
-    leaves = [hidden_states, prototypes, class_bias, exponent, second_weight]
-    wanted = [leaf if need else None for leaf, need in zip(leaves, arguments.needs, strict=True)]
-    return (*wanted, *nothing[NUM_LEAVES:])
+    gradients = [hidden_states, prototypes, class_bias, h_exp, second_weight]
+    needed = zip(gradients, arguments.needs, strict=True)
+    return (*(gradient if need else None for gradient, need in needed), *nothing[NUM_LEAVES:])
 
 
 def _weighted(arguments: Arguments, upstream: Tensor) -> Arguments:
     """Return the arguments that make the gradients of the sum of losses times `upstream` `[N]`."""
-    weights, exponent = arguments.token_weights, Arguments._fields.index("h_exp")
-    needs = tuple(need and k != exponent for k, need in enumerate(arguments.needs))
+    weights = arguments.token_weights
+    needs = list(arguments.needs)
+    needs[Arguments._fields.index("h_exp")] = False  # its gradient was made with the losses
     return arguments._replace(
         token_weights=upstream if weights is None else weights * upstream,
-        needs=needs,  # the exponent's is made with the losses
+        needs=tuple(needs),
         early=True,
         with_metrics=False,
     )

@@ -1,11 +1,13 @@
-"""The row-wise stage of each loss: from what the tiles found to losses and gradient factors.
+"""The row-wise stage of each loss: from the sums of the tiles to losses and gradient factors.
 
 With p the softmax of a token's logits, t its target and q, c what the second loss needs:
 
 - cross-entropy: dL/dlogit_j = p_j - t_j, with label smoothing and z-loss beside it;
 - mixture: the mean of M softmaxes, each with its responsibility r for the label: r (p_j - t_j);
-- distillation: the target is (1 - share) t + share * q, q the softmax of a linear teacher;
-- transport: own (p_j - t_j) + carried * p_j (c_j - sum_k p_k c_k), c_j = |e_j - e_label| ** 2.
+- distillation: a (p_j - t_j) + b (p_j - q_j), q the softmax of a linear teacher;
+- transport: a (p_j - t_j) + b p_j (c_j - sum_k p_k c_k), c_j = |e_j - e_label| ** 2.
+
+a is `label_factor` and b `second_factor`, the two numbers of `Arguments.mix`.
 """
 
 import math
@@ -29,9 +31,9 @@ class CrossEntropyStage:
         arguments: The arguments of the call.
 
     Attributes:
-        num_sums: How many sums a second loss asks of each tile; 0 if there is none.
-        reads_logits: Whether a second loss asks for the sum of weight * logit.
-        points: Of a transport.
+        num_sums: How many sums of each tile a second loss needs; 0 without a second loss.
+        reads_logits: Whether a second loss needs the sum of weight * logit.
+        points: Those of a transport, None for other losses.
         labels: `[N, K]`, -1 where padded or repeated.
         target: `[N, K]`, probabilities of the labels.
         h_exp: The exponent; a tensor of no axis where reading it would halt a device.
@@ -48,7 +50,7 @@ class CrossEntropyStage:
         self.smoothing, self.z_loss = arguments.label_smoothing, arguments.z_loss
         self.num_classes, self.linear = len(arguments.prototypes), arguments.kind == "linear"
 
-    def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def weigh(self, tile: slice, tokens: slice, exps: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the second weights `[T, W]` of one tile, and row sums `[T]`.
 
         `Chunk.second_sums` holds the sums of the weights and, if the stage `reads_logits`, of
@@ -57,19 +59,19 @@ class CrossEntropyStage:
         Args:
             tile: Its classes.
             tokens: The chunk's tokens.
-            probs: `[T, W]`, exponentials of the logits less `log_scale`; 0 at the pairs.
+            exps: `[T, W]`, exponentials of the logits less `log_scale`; 0 at the pairs.
         """
         raise AssertionError("only a second loss has weights")
 
     def log_share(self, chunk: Chunk, k: int | slice) -> Tensor:
-        """Return the logarithm `[T]` of what makes the weights of tile `k` those of `Chunk`."""
+        """Return the log `[T]` of the factor that makes weights of tile `k` the s_j of `Chunk`."""
         raise AssertionError("only a second loss has weights")
 
     def second_of_pairs(self, chunk: Chunk) -> Tensor:
         """Return the second weights `[T, S]` of the pairs, divided as those of the tiles."""
         raise AssertionError("only a second loss has weights")
 
-    def targets(self, tokens: slice) -> Tensor:
+    def label_points(self, tokens: slice) -> Tensor:
         """Return the points of the labels `[T, E]` of a transport."""
         raise AssertionError("only a transport has points")
 
@@ -93,8 +95,8 @@ class CrossEntropyStage:
             loss = loss + self.z_loss * self.normalizer(chunk).square()
         return loss
 
-    def set_factors(self, chunks: list[Chunk], outer: Tensor) -> None:
-        """Write the factors of the gradients, for upstream gradients `outer` `[T]`."""
+    def set_factors(self, chunks: list[Chunk], token_weights: Tensor) -> None:
+        """Write the factors of the gradients, for tokens of these weights `[T]`."""
         (chunk,) = chunks
         target = (1 - self.smoothing) * self.target[chunk.tokens]
         mass = target.sum(1, keepdim=True)
@@ -105,9 +107,9 @@ class CrossEntropyStage:
             if self.z_loss:
                 extra += 2 * self.z_loss * self.normalizer(chunk).unsqueeze(1)
             mass, rest = mass + extra, rest + extra
-        factor = outer.unsqueeze(1)
+        factor = token_weights.unsqueeze(1)
         chunk.mass, chunk.target = (mass * factor).squeeze(1), target * factor
-        chunk.rest, chunk.floor = rest * factor, outer * (self.smoothing / self.num_classes)
+        chunk.rest, chunk.floor = rest * factor, token_weights * (self.smoothing / self.num_classes)
 
     def slopes(self, chunk: Chunk) -> Tensor:
         """Return dL/dlogit `[T, S]` of the pairs, 0 where there is none, without the floor."""
@@ -119,7 +121,7 @@ class CrossEntropyStage:
             slopes += chunk.second.unsqueeze(1) * self.second_of_pairs(chunk)
         return slopes.masked_fill_(chunk.absent, 0)
 
-    def exponent_slopes(self, chunk: Chunk, slopes: Tensor, outer: Tensor) -> Tensor:
+    def exponent_slopes(self, chunk: Chunk, slopes: Tensor, token_weights: Tensor) -> Tensor:
         """Return dL/dh_exp `[T]` of distances, from the pairs' `slopes` `[T, S]`."""
         weighted, logs = chunk.log_moments(self.h_exp)
         shares = torch.exp(chunk.log_scale - chunk.log_normalizer)
@@ -132,7 +134,7 @@ class CrossEntropyStage:
         slope += ((slopes - chunk.floor.unsqueeze(1)) * chunk.logs).sum(1)
         if self.z_loss:  # the slopes sum to 0 but for it, so that elsewhere the unit drops out
             unit = chunk.unit.squeeze(1).log()
-            slope += 2 * self.z_loss * self.normalizer(chunk) * outer * unit
+            slope += 2 * self.z_loss * self.normalizer(chunk) * token_weights * unit
         return slope
 
 
@@ -148,30 +150,31 @@ class MixtureStage(CrossEntropyStage):
         """Return the loss of each token `[T]`, before its weight."""
         return mixture_nll(torch.stack([-chunk.log_probs.squeeze(1) for chunk in chunks]))
 
-    def set_factors(self, chunks: list[Chunk], outer: Tensor) -> None:
-        """Write the factors of the gradients, for upstream gradients `outer` `[T]`."""
+    def set_factors(self, chunks: list[Chunk], token_weights: Tensor) -> None:
+        """Write the factors of the gradients, for tokens of these weights `[T]`."""
         log_probs = torch.stack([chunk.log_probs.squeeze(1) for chunk in chunks])
         for chunk, share in zip(chunks, log_probs.softmax(0), strict=True):
-            chunk.mass = share * outer
+            chunk.mass = share * token_weights
             chunk.target = chunk.mass.unsqueeze(1)
-            chunk.rest, chunk.floor = torch.zeros_like(chunk.target), torch.zeros_like(outer)
+            chunk.rest = torch.zeros_like(chunk.target)
+            chunk.floor = torch.zeros_like(token_weights)
 
 
 class DistillationStage(CrossEntropyStage):
-    """share * KL(q || p) + (1 - share) * -log p_label, q the softmax of a linear teacher."""
+    """label_factor * -log p_label + second_factor * KL(q || p), q the softmax of the teacher."""
 
     num_sums = 5
     reads_logits = True
 
     def __init__(self, arguments: Arguments):
         super().__init__(arguments)
-        self.own, self.share = arguments.mix.tolist()
-        assert arguments.second_states is not None, "a teacher reads"
+        self.label_factor, self.second_factor = arguments.mix.tolist()
+        assert arguments.second_states is not None, "a teacher has hidden states"
         assert arguments.second_weight is not None, "a teacher has a weight"
         self.states, self.weight = arguments.second_states, arguments.second_weight
         self.bias = arguments.second_bias
 
-    def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def weigh(self, tile: slice, tokens: slice, exps: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return e = exp(teacher's logit - peak), the peak, and the sums of e and e * log e."""
         dtype = self.target.dtype
         taught = torch.mm(self.states[tokens].to(dtype), self.weight[tile].to(dtype).T)
@@ -197,7 +200,7 @@ class DistillationStage(CrossEntropyStage):
         mean_logit = (shares * (cross + chunk.log_scale * sums)).sum(0)
         mean_logit = mean_logit + (self.second_of_pairs(chunk) * logits).sum(1)
         divergence = negentropy - mean_logit + chunk.log_normalizer
-        return self.share * divergence - self.own * chunk.log_probs.squeeze(1)
+        return self.second_factor * divergence - self.label_factor * chunk.log_probs.squeeze(1)
 
     def second_of_pairs(self, chunk: Chunk) -> Tensor:
         """Return q `[T, S]` of the pairs, 0 where there is none."""
@@ -208,37 +211,42 @@ class DistillationStage(CrossEntropyStage):
             logits = logits + self.bias[known].to(dtype)
         return (logits - chunk.saved.unsqueeze(1)).exp().masked_fill_(chunk.absent, 0)
 
-    def set_factors(self, chunks: list[Chunk], outer: Tensor) -> None:
-        """Write the factors of the gradients, for upstream gradients `outer` `[T]`."""
+    def set_factors(self, chunks: list[Chunk], token_weights: Tensor) -> None:
+        """Write the factors of the gradients, for tokens of these weights `[T]`."""
         (chunk,) = chunks
-        chunk.mass = (self.own + self.share) * outer
-        chunk.target, chunk.rest = ((f * outer).unsqueeze(1) for f in (self.own, self.share))
-        chunk.floor, chunk.second = torch.zeros_like(outer), -self.share * outer
+        chunk.mass = (self.label_factor + self.second_factor) * token_weights
+        chunk.target = (self.label_factor * token_weights).unsqueeze(1)
+        chunk.rest = (self.second_factor * token_weights).unsqueeze(1)
+        chunk.floor = torch.zeros_like(token_weights)
+        chunk.second = -self.second_factor * token_weights
 
 
 class TransportStage(CrossEntropyStage):
-    """own * -log p_label + carried * sum_j p_j |e_j - e_label| ** 2, e the points `[V, E]`."""
+    """label_factor * -log p_label + second_factor * sum_j p_j |e_j - e_label| ** 2.
+
+    The points e are `[V, E]`.
+    """
 
     def __init__(self, arguments: Arguments):
         super().__init__(arguments)
         self.reads_logits = arguments.needs_gradient("h_exp")
         self.num_sums = 1 + self.reads_logits
-        self.own, self.carried = arguments.mix.tolist()
+        self.label_factor, self.second_factor = arguments.mix.tolist()
         assert arguments.second_weight is not None, "a transport has points"
         points, dtype = arguments.second_weight, self.target.dtype
         self.points = self.ground = Geometry("euclidean", points, 0.0, dtype, centered=False)
-        self.squares = self.ground.columns()
+        self.squares = self.ground.column_terms()
 
-    def targets(self, tokens: slice) -> Tensor:
+    def label_points(self, tokens: slice) -> Tensor:
         """Return the points of the labels `[T, E]`."""
-        return self.ground.rows(self.labels[tokens, 0])
+        return self.ground.place_prototypes(self.labels[tokens, 0])
 
-    def weigh(self, tile: slice, tokens: slice, probs: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def weigh(self, tile: slice, tokens: slice, exps: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return e times the cost."""
-        costs = torch.mm(self.targets(tokens), self.ground.tile(tile).T)
+        costs = torch.mm(self.label_points(tokens), self.ground.tile(tile).T)
         torch.add(self.squares[tile], costs, alpha=-2, out=costs)
         costs.add_(self.squares[self.labels[tokens]]).clamp_min_(0)
-        return costs.mul_(probs), []
+        return costs.mul_(exps), []
 
     def log_share(self, chunk: Chunk, k: int | slice) -> Tensor:
         """Return what makes e times the cost p times the cost, as a logarithm."""
@@ -253,25 +261,26 @@ class TransportStage(CrossEntropyStage):
         # cost - mean would not cancel where one class has nearly all of them.
         pairs = (chunk.logits - chunk.log_normalizer.unsqueeze(1)).exp().sum(1)
         chunk.saved = costs / ((shares * chunk.sums).sum(0) + pairs)
-        return self.carried * chunk.saved - self.own * chunk.log_probs.squeeze(1)
+        return self.second_factor * chunk.saved - self.label_factor * chunk.log_probs.squeeze(1)
 
     def second_of_pairs(self, chunk: Chunk) -> Tensor:
         """Return p times the cost `[T, S]` of the pairs."""
         probs = (chunk.logits - chunk.log_normalizer.unsqueeze(1)).exp()
-        targets = self.targets(chunk.tokens)
+        targets = self.label_points(chunk.tokens)
         costs = [
-            (self.ground.rows(classes) - targets).square_().sum(1)
+            (self.ground.place_prototypes(classes) - targets).square_().sum(1)
             for classes in chunk.columns.clamp_min(0).unbind(1)
         ]
         return probs * torch.stack(costs, 1)
 
-    def set_factors(self, chunks: list[Chunk], outer: Tensor) -> None:
-        """Write the factors of the gradients, for upstream gradients `outer` `[T]`."""
+    def set_factors(self, chunks: list[Chunk], token_weights: Tensor) -> None:
+        """Write the factors of the gradients, for tokens of these weights `[T]`."""
         (chunk,) = chunks
-        chunk.mass = (self.own - self.carried * chunk.saved) * outer
-        chunk.target = (self.own * outer).unsqueeze(1)
-        chunk.rest = -(self.carried * chunk.saved * outer).unsqueeze(1)
-        chunk.floor, chunk.second = torch.zeros_like(outer), self.carried * outer
+        chunk.mass = (self.label_factor - self.second_factor * chunk.saved) * token_weights
+        chunk.target = (self.label_factor * token_weights).unsqueeze(1)
+        chunk.rest = -(self.second_factor * chunk.saved * token_weights).unsqueeze(1)
+        chunk.floor = torch.zeros_like(token_weights)
+        chunk.second = self.second_factor * token_weights
 
 
 STAGES = {

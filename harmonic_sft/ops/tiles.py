@@ -27,17 +27,21 @@ NEAR_ON_DEVICE = 2  # the same where counting them would halt the device
 class TorchTiles:
     """Works through the tiles of one chunk after another.
 
-    A tile keeps weights for the gradients, of which a factor per row makes coefficients: e / d2 (e
-    for a linear head), then, where they are needed, the second weights over d2, 1 / d2 for label
-    smoothing, and e itself for the gradient of a bias or of the points of a transport. Under a
-    whole exponent label smoothing keeps the least d2 of the tile over d2 alone: e is its power.
+    A tile keeps weights for the gradients, which become coefficients once the factor of each row is
+    known. With e = exp(logit - log_scale) and d2 a squared distance, the matrices it keeps are:
+
+    - `softmax`: e / d2; e for a linear head. Under label smoothing with a whole exponent it holds
+      the least d2 of the tile over d2 instead (`keeps_ratios`), a power of which is e.
+    - `second`: the weights of a second loss, over d2.
+    - `inverse`: 1 / d2, for label smoothing.
+    - `exps`: e, for the gradient of a bias or of the points of a transport.
 
     Args:
         arguments: The arguments of the call.
         geometry: How the prototypes `[V, D]` of this softmax are compared.
         stage: The loss's row-wise stage.
         products: Takes the gradients of hidden states and prototypes.
-        points: Takes the gradient of the points of a transport, or None.
+        point_products: Takes the gradient of the points of a transport, or None.
         workers: Share the tiles.
     """
 
@@ -47,11 +51,11 @@ class TorchTiles:
         geometry: Geometry,
         stage: CrossEntropyStage,
         products: GradientProducts,
-        points: GradientProducts | None,
+        point_products: GradientProducts | None,
         workers: Workers,
     ):
         self.geometry, self.stage, self.h_exp = geometry, stage, stage.h_exp
-        self.products, self.points, self.workers = products, points, workers
+        self.products, self.point_products, self.workers = products, point_products, workers
         self.smoothed = arguments.label_smoothing > 0
         self.learns_bias = arguments.needs_gradient("class_bias")
         bias = arguments.class_bias
@@ -70,7 +74,7 @@ class TorchTiles:
             "softmax": True,
             "second": stage.num_sums > 0,
             "inverse": distances and self.smoothed and not self.keeps_ratios,
-            "probs": distances and (self.learns_bias or points is not None),
+            "exps": distances and (self.learns_bias or point_products is not None),
         }
         names = [name for name, needed in kept.items() if needed]
         self.slots = {name: slot for slot, name in enumerate(names)}
@@ -79,7 +83,7 @@ class TorchTiles:
         self.is_steep = self.on_cpu and distances and float(self.h_exp) < STEEP
         width, size = CPU_WIDTH if self.on_cpu else DEVICE_WIDTH, len(geometry.prototypes)
         self.edges = [slice(k, min(k + width, size)) for k in range(0, size, width)]
-        self.columns = geometry.columns() if distances else None
+        self.column_terms = geometry.column_terms() if distances else None
         self.scale = geometry.scale  # taken here, and not by every worker
         self.buffer: Tensor | None = None
 
@@ -104,7 +108,7 @@ class TorchTiles:
             size = self.num_kept * len(chunk.placed) * self.edges[-1].stop
             if self.buffer is None or len(self.buffer) < size:
                 self.buffer = chunk.placed.new_empty(size)
-        work = functools.partial(self._weigh, chunk, near, keep)
+        work = functools.partial(self._score_tile, chunk, near, keep)
         self.workers.run(work, len(self.edges), fixed=False)  # results are per tile
         return self._joined(near)
 
@@ -115,7 +119,7 @@ class TorchTiles:
         """
         geometry, known, parts = self.geometry, columns.clamp_min(0), []
         for classes in known.unbind(1):
-            prototypes = geometry.rows(classes)  # [T, D]
+            prototypes = geometry.place_prototypes(classes)  # [T, D]
             if geometry.linear:
                 parts.append((chunk.placed * prototypes).sum(1))
             else:
@@ -142,11 +146,11 @@ class TorchTiles:
                 total.addcmul_(units, torch.linalg.vecdot(units, total).unsqueeze(1), value=-1)
                 total *= chunk.inverse
             hidden_gradient.copy_(total)
-        self.products.end()
+        self.products.end_chunk()
 
     def complete(self) -> None:
         """Complete the prototypes' gradient after the last chunk."""
-        self.products.finish()
+        self.products.complete()
 
     def accumulate(self, chunk: Chunk) -> Tensor | None:
         """Add a chunk's products to the gradients, from the weights that `score` kept.
@@ -156,21 +160,21 @@ class TorchTiles:
         """
         class_sums = chunk.mass.new_empty(self.edges[-1].stop) if self.learns_bias else None
         linear = self.geometry.linear
-        self.products.start(chunk.placed)
-        if self.points is not None:
-            self.points.start(self.stage.targets(chunk.tokens))
+        self.products.start_chunk(chunk.placed)
+        if self.point_products is not None:
+            self.point_products.start_chunk(self.stage.label_points(chunk.tokens))
 
         def multiply(worker: int, k: int) -> None:
             tile, kept = self.edges[k], self._kept(chunk, k)
             share = torch.exp(chunk.log_scale[k] - chunk.log_normalizer)  # [T]
-            probs = kept[self.slots.get("probs", 0)]
+            exps = kept[self.slots.get("exps", 0)]
             if class_sums is not None and not linear:
-                torch.mv(probs.T, chunk.mass * share, out=class_sums[tile])
+                torch.mv(exps.T, chunk.mass * share, out=class_sums[tile])
                 class_sums[tile].sub_(chunk.floor.sum())
-            if self.points is not None:
+            if self.point_products is not None:
                 assert chunk.second is not None, "factors are set before"
                 factors = -2 * chunk.second * share
-                self.points.add(worker, tile, probs * factors.unsqueeze(1))
+                self.point_products.add(worker, tile, exps * factors.unsqueeze(1))
             coefficients = self._coefficients(chunk, k, share, kept)
             if class_sums is not None and linear:
                 torch.sum(coefficients, 0, out=class_sums[tile])
@@ -187,21 +191,21 @@ class TorchTiles:
         part = self.buffer[size * tile.start : size * tile.stop]
         return list(part.view(self.num_kept, num_rows, tile.stop - tile.start))
 
-    def _weigh(
-        self, chunk: Chunk, found: list[Tensor | None], keep: bool, worker: int, k: int
+    def _score_tile(
+        self, chunk: Chunk, near: list[Tensor | None], keep: bool, worker: int, k: int
     ) -> None:
-        """Write the sums of tile `k`, its weights, and to `found` the columns of near pairs."""
+        """Write the sums of tile `k`, its weights, and its near pairs to `near[k]`."""
         tile, geometry = self.edges[k], self.geometry
         kept = self._kept(chunk, k) if keep else None
         scores = torch.mm(chunk.placed, geometry.tile(tile).T)  # [T, W]
-        if self.columns is not None:  # squared distances with eps
+        if self.column_terms is not None:  # squared distances with eps
             if self.scale is None:
-                torch.add(self.columns[tile], scores, alpha=-2, out=scores)
+                torch.add(self.column_terms[tile], scores, alpha=-2, out=scores)
             else:
                 factors = self.scale[tile]
-                torch.addcmul(self.columns[tile], scores, factors, value=-2, out=scores)
-            scores = scores if chunk.row is None else scores.add_(chunk.row)
-        found[k], nearest = self._leave_out(chunk, scores, tile)
+                torch.addcmul(self.column_terms[tile], scores, factors, value=-2, out=scores)
+            scores = scores if chunk.row_terms is None else scores.add_(chunk.row_terms)
+        near[k], nearest = self._take_out_pairs(chunk, scores, tile)
         log_scale = chunk.log_scale[k].zero_()
         if nearest is not None:
             nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
@@ -209,7 +213,7 @@ class TorchTiles:
         if nearest is not None and self.power:
             place = kept[0] if kept is not None and self.keeps_ratios else None
             ratios = torch.div(nearest, scores, out=place)  # 0 where left out
-            probs = self._powers(ratios)
+            exps = self._powers(ratios)
             logits = ratios.log().mul_(-self.h_exp) if self.smoothed else None
             if chunk.nearest is not None:
                 chunk.nearest[k] = nearest.squeeze(1)
@@ -219,17 +223,17 @@ class TorchTiles:
             powers = F.threshold(logits, LOWEST, -torch.inf) if self.is_steep else logits
             # Sums of the logits need them beside their exponentials.
             powers = torch.mul(powers, LOG2_E, out=None if self.sums_logits else place)
-            probs = powers.exp2_()
+            exps = powers.exp2_()
         finite = second = None
         if logits is not None and self.sums_logits:
-            finite = self._sum_logits(chunk, k, logits, probs, found[k])
+            finite = self._sum_logits(chunk, k, logits, exps, near[k])
         if self.stage.num_sums:
-            second = self._second(chunk, k, probs, finite, found[k])
-        torch.sum(probs, 1, out=chunk.sums[k])
+            second = self._second_weights(chunk, k, exps, finite, near[k])
+        torch.sum(exps, 1, out=chunk.sums[k])
         if kept is not None and not self.keeps_ratios:
-            self._keep(kept, scores, probs, second)
+            self._keep_weights(kept, scores, exps, second)
 
-    def _leave_out(
+    def _take_out_pairs(
         self, chunk: Chunk, scores: Tensor, tile: slice
     ) -> tuple[Tensor | None, Tensor | None]:
         """Take labels and near pairs out of the scores of a tile.
@@ -239,7 +243,7 @@ class TorchTiles:
             of what is left; None for a linear head.
         """
         linear = self.geometry.linear
-        _put_(scores, chunk.labels, tile, -torch.inf if linear else torch.inf)
+        _write_extreme_(scores, chunk.labels, tile, -torch.inf if linear else torch.inf)
         if linear:
             return None, None
         nearest = scores.amin(1, keepdim=True)
@@ -260,7 +264,7 @@ class TorchTiles:
     ) -> Tensor:
         """Return logits `[T, W]` less `log_scale` `[T]`, -inf where left out.
 
-        To `log_scale` the largest logits are added where a bias or dot products make them.
+        With a bias or dot products `log_scale` is raised by the largest logit of each row first.
         """
         logits = scores
         if nearest is not None:
@@ -276,7 +280,7 @@ class TorchTiles:
         return logits
 
     def _powers(self, ratios: Tensor) -> Tensor:
-        """Return e `[T, W]` of a whole exponent, without a logarithm."""
+        """Return ratios ** power `[T, W]` for a whole power, by repeated squaring."""
         if self.is_steep:
             ratios = F.threshold(ratios, math.exp(LOWEST / self.power), 0)
         power = ratios
@@ -287,9 +291,9 @@ class TorchTiles:
         return power
 
     def _sum_logits(
-        self, chunk: Chunk, k: int, logits: Tensor, probs: Tensor, near: Tensor | None
+        self, chunk: Chunk, k: int, logits: Tensor, exps: Tensor, near: Tensor | None
     ) -> Tensor:
-        """Write the sums of tile `k` that the logits `[T, W]` enter; return them, 0 if left out."""
+        """Write the sums of tile `k` over logits `[T, W]`; return the logits with 0 for -inf."""
         tile = self.edges[k]
         finite = F.threshold(logits, torch.finfo(logits.dtype).min, 0)
         if chunk.logit_sums is not None:  # then no bias is -inf
@@ -301,30 +305,30 @@ class TorchTiles:
             torch.add(logits.max(1).indices, tile.start, out=chunk.best[k])
         if chunk.moments is not None:
             moments = chunk.moments[:, k]
-            moments[0] = torch.linalg.vecdot(probs, finite)
+            moments[0] = torch.linalg.vecdot(exps, finite)
             moments[1:] = 0
             if self.bias is not None:
                 bias = self.bias[tile].nan_to_num(neginf=0)
-                torch.mv(probs, bias, out=moments[1])
+                torch.mv(exps, bias, out=moments[1])
                 torch.mv((logits != -torch.inf).to(bias.dtype), bias, out=moments[2])
         return finite
 
-    def _second(
-        self, chunk: Chunk, k: int, probs: Tensor, finite: Tensor | None, near: Tensor | None
+    def _second_weights(
+        self, chunk: Chunk, k: int, exps: Tensor, finite: Tensor | None, near: Tensor | None
     ) -> Tensor:
         """Write the sums of tile `k` that the stage asks for; return its weights `[T, W]`."""
         tile = self.edges[k]
-        second, sums = self.stage.weigh(tile, chunk.tokens, probs)
+        second, sums = self.stage.weigh(tile, chunk.tokens, exps)
         for columns in (chunk.labels, near):
             if columns is not None:
-                _put_(second, columns, tile, 0)
+                _write_extreme_(second, columns, tile, 0)
         products = [] if finite is None else [torch.linalg.vecdot(second, finite)]
         for row, values in zip(chunk.second_sums, [second.sum(1), *products, *sums], strict=True):
             row[k] = values
         return second
 
-    def _keep(
-        self, kept: list[Tensor], scores: Tensor, probs: Tensor, second: Tensor | None
+    def _keep_weights(
+        self, kept: list[Tensor], scores: Tensor, exps: Tensor, second: Tensor | None
     ) -> None:
         """Write the weights of one tile to `kept`."""
         linear, slots = self.geometry.linear, self.slots
@@ -333,12 +337,12 @@ class TorchTiles:
             target.copy_(second) if linear else torch.div(second, scores, out=target)
         if "inverse" in slots:
             torch.reciprocal(scores, out=kept[slots["inverse"]])
-        if "probs" in slots:
-            kept[slots["probs"]].copy_(probs)
+        if "exps" in slots:
+            kept[slots["exps"]].copy_(exps)
         if not linear:
-            torch.div(probs, scores, out=kept[0])
-        elif probs is not kept[0]:
-            kept[0].copy_(probs)
+            torch.div(exps, scores, out=kept[0])
+        elif exps is not kept[0]:
+            kept[0].copy_(exps)
 
     def _coefficients(self, chunk: Chunk, k: int, share: Tensor, kept: list[Tensor]) -> Tensor:
         """Return dL/dlogit `[T, W]` of a linear head, -2 dL/d(d2) of distances, in `kept`."""
@@ -386,10 +390,11 @@ def _inside(columns: Tensor, tile: slice) -> Tensor:
     return (columns >= tile.start) & (columns < tile.stop)
 
 
-def _put_(values: Tensor, columns: Tensor, tile: slice, extreme: float) -> None:
-    """Write what no value of a tile `[T, W]` exceeds in its columns among `columns` `[T, S]`.
+def _write_extreme_(values: Tensor, columns: Tensor, tile: slice, extreme: float) -> None:
+    """Write `extreme` into a tile's values `[T, W]` at those of the classes `[T, S]` inside it.
 
-    A column of another tile changes nothing, also where it is clamped onto one of this tile.
+    It must be infinity, or not above any value: a class of another tile is clamped to an edge of
+    this one, where it then changes nothing.
     """
     reduce, nothing = ("amax", -torch.inf) if extreme == torch.inf else ("amin", torch.inf)
     places = (columns - tile.start).clamp_(0, tile.stop - tile.start - 1)

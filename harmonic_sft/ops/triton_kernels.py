@@ -46,7 +46,7 @@ class Weights(NamedTuple):
 
     softmax: Any  # e / d2, or e for a linear head
     inverse: Any  # 1 / d2
-    probs: Any  # e
+    exps: Any  # e
 
 
 class Coefficients(NamedTuple):
@@ -54,7 +54,7 @@ class Coefficients(NamedTuple):
 
     shares: Any  # [num_tiles, T], of the weights in the coefficients
     floor: Any  # [T], what is subtracted of `Weights.inverse`, or of all
-    mass: Any  # [num_tiles, T], of `Weights.probs` in the bias's gradient
+    mass: Any  # [num_tiles, T], of `Weights.exps` in the bias's gradient
     bias_floor: Any  # [T]
     row_sums: Any  # [num_parts, T]
     column_sums: Any  # [num_blocks, V]
@@ -174,17 +174,17 @@ def _leave_out(distances, keep, limits, columns, plan):
 
 
 @triton.jit
-def _store_moments(logits, probs, keep, bias, rows, columns, tile, out, num_rows, plan):
+def _store_moments(logits, exps, keep, bias, rows, columns, tile, out, num_rows, plan):
     """Store the sums of e * log e, of e * bias and of the biases, and the best columns."""
     inside = rows < num_rows
     slots = tile.to(tl.int64) * num_rows + rows
     step = tl.cdiv(plan.num_classes, plan.block_v) * num_rows.to(tl.int64)
     best = tl.argmax(_without_nan(tl.where(keep, logits, float("-inf")), float("-inf")), axis=1)
     tl.store(out.best + slots, (tile * plan.block_v + best).to(tl.int64), mask=inside)
-    products = probs * tl.where(probs != 0.0, logits, 0.0)
+    products = exps * tl.where(exps != 0.0, logits, 0.0)
     tl.store(out.moments + slots, tl.sum(products, axis=1), mask=inside)
     finite = tl.where(bias == float("-inf"), 0.0, bias)
-    tl.store(out.moments + step + slots, tl.sum(probs * finite, axis=1), mask=inside)
+    tl.store(out.moments + step + slots, tl.sum(exps * finite, axis=1), mask=inside)
     there = tl.where(keep & (bias != float("-inf")), finite, 0.0)
     tl.store(out.moments + 2 * step + slots, tl.sum(there, axis=1), mask=inside)
 
@@ -206,20 +206,20 @@ def _store(out, values, rows, columns, num_rows, plan):
 
 
 @triton.jit
-def _keep(kept, sums, slots, probs, inverse, rows, columns, num_rows, plan):
+def _keep(kept, sums, slots, exps, inverse, rows, columns, num_rows, plan):
     """Store the weights of one tile and, in `sums`, their sums."""
     if sums is not None:
         inside = rows < num_rows
-        tl.store(sums + slots, tl.sum(probs * inverse, axis=1), mask=inside)
+        tl.store(sums + slots, tl.sum(exps * inverse, axis=1), mask=inside)
         if kept.inverse is not None:
             step = tl.cdiv(plan.num_classes, plan.block_v) * num_rows.to(tl.int64)
             tl.store(sums + step + slots, tl.sum(inverse, axis=1), mask=inside)
     if kept.softmax is not None:
-        _store(kept.softmax, probs * inverse, rows, columns, num_rows, plan)
+        _store(kept.softmax, exps * inverse, rows, columns, num_rows, plan)
     if kept.inverse is not None:
         _store(kept.inverse, inverse, rows, columns, num_rows, plan)
-    if kept.probs is not None:
-        _store(kept.probs, probs, rows, columns, num_rows, plan)
+    if kept.exps is not None:
+        _store(kept.exps, exps, rows, columns, num_rows, plan)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first"])
@@ -259,15 +259,15 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
         peaks = _peaks(logits, keep)
         logits -= peaks[:, None]
         log_scale += peaks
-    probs = tl.where(keep, tl.exp(logits), 0.0)
+    exps = tl.where(keep, tl.exp(logits), 0.0)
     tl.store(out.log_scale + slots, log_scale, mask=inside)
-    tl.store(out.sums + slots, tl.sum(probs, axis=1), mask=inside)
+    tl.store(out.sums + slots, tl.sum(exps, axis=1), mask=inside)
     if out.logits is not None:
         total = tl.sum(tl.where(keep, logits + log_scale[:, None], 0.0), axis=1)
         tl.store(out.logits + slots, total, mask=inside)
     if out.moments is not None:
-        _store_moments(logits, probs, keep, bias, rows, columns, tile, out, num_rows, plan)
-    _keep(kept, out.weights, slots, probs, inverse, rows, columns, num_rows, plan)
+        _store_moments(logits, exps, keep, bias, rows, columns, tile, out, num_rows, plan)
+    _keep(kept, out.weights, slots, exps, inverse, rows, columns, num_rows, plan)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -292,9 +292,9 @@ def coefficient_kernel(kept, out, num_rows, plan):
         values -= floor
     if out.class_sums is not None:
         slopes = values
-        if kept.probs is not None:
+        if kept.exps is not None:
             mass = tl.load(out.mass + slots, mask=inside, other=0.0)[:, None]
-            slopes = mass * _load(kept.probs, rows, columns, num_rows, plan)
+            slopes = mass * _load(kept.exps, rows, columns, num_rows, plan)
             slopes -= _load_row(out.bias_floor, rows, num_rows)
         tl.store(out.class_sums + places, tl.sum(slopes, axis=0), mask=existing)
     values = values.to(kept.softmax.dtype.element_ty)

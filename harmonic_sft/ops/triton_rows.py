@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
 @triton.jit
 def _load_prototype(prototypes, column, dims, inside):
-    """A prototype as `Geometry.rows` has it."""
+    """A prototype as `Geometry.place_prototypes` has it."""
     places = prototypes.vectors + column.to(tl.int64) * prototypes.stride + dims
     vector = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     if prototypes.inverse is not None:
@@ -175,7 +175,7 @@ def push_kernel(prototypes, pairs, listed, scale, out, num_pairs, shape):
 
 @triton.jit
 def complete_kernel(prototypes, column_sums, out, shape):
-    """Complete a prototype's gradient: see `GradientProducts.finish`."""
+    """Complete a prototype's gradient: see `GradientProducts.complete`."""
     row = tl.program_id(0)
     dims = tl.arange(0, shape.block)
     inside = dims < shape.width

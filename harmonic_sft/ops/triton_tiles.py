@@ -55,7 +55,7 @@ class TritonTiles:
         h_exp: The exponent.
         hidden_states: `[N, D]`, of all chunks.
         wants_hidden: Whether the hidden states get a gradient.
-        gradient: `[V, D]`, where that of the prototypes is written; None if nobody wants it.
+        prototype_gradient: `[V, D]`, where it is written; None if nobody wants it.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class TritonTiles:
         hidden_states: Tensor,
         *,
         wants_hidden: bool,
-        gradient: Tensor | None,
+        prototype_gradient: Tensor | None,
     ):
         self.geometry = geometry
         self.smoothed = arguments.label_smoothing > 0
-        self.wants_hidden, self.gradient = wants_hidden, gradient
+        self.wants_hidden, self.prototype_gradient = wants_hidden, prototype_gradient
         self.learns_bias = arguments.needs_gradient("class_bias")
         self.hidden_states = hidden_states
         is_16_bit = hidden_states.dtype.itemsize == 2
@@ -78,20 +78,20 @@ class TritonTiles:
         self.dtype = torch.bfloat16 if is_16_bit else torch.float32
         distances, self.untouched = not geometry.linear, True
         self.kept_inverse = distances and self.smoothed
-        self.kept_probs = distances and self.learns_bias
+        self.kept_exps = distances and self.learns_bias
         # Matrices `[T, V]` of a chunk, in units of float32.
-        self.num_kept = (1 + self.kept_inverse + self.kept_probs) * self.dtype.itemsize / 4
+        self.num_kept = (1 + self.kept_inverse + self.kept_exps) * self.dtype.itemsize / 4
         if not isinstance(h_exp, Tensor):  # a copy from the host would halt the device
             h_exp = torch.full((), h_exp, device=arguments.prototypes.device)
         self.h_exp = h_exp.float()
         bias = arguments.class_bias
         self.bias = None if bias is None else bias.detach().float().contiguous()
         self.num_classes, self.hidden_size = geometry.prototypes.shape
-        self.column = self.column_sums = None
+        self.column_terms = self.column_sums = None
         if distances and geometry.with_sums:
-            self.column = geometry.columns().contiguous()
-        if geometry.with_sums and self.gradient is not None:
-            self.column_sums = self.gradient.new_zeros(self.num_classes)
+            self.column_terms = geometry.column_terms().contiguous()
+        if geometry.with_sums and self.prototype_gradient is not None:
+            self.column_sums = self.prototype_gradient.new_zeros(self.num_classes)
         self.splits = self.takes_raw and geometry.prototypes.dtype != hidden_states.dtype
         if self.splits and geometry.kind == "sphere":  # what splits the prototypes writes it
             geometry.inverse = self.h_exp.new_zeros(self.num_classes)
@@ -115,7 +115,7 @@ class TritonTiles:
             sums = chunk.sums.new_empty(2, *chunk.sums.shape)
         found = chunk.log_scale, chunk.sums, near, chunk.moments, chunk.logit_sums, chunk.best
         out = Statistics(*found, weights=sums)
-        wanted = (keep, keep and self.kept_inverse, keep and self.kept_probs)
+        wanted = (keep, keep and self.kept_inverse, keep and self.kept_exps)
         kept = Weights(*(self._matrix(num_rows) if one else None for one in wanted))
         states = self.hidden_states[chunk.tokens] if self.takes_raw else chunk.placed
         if self.splits:
@@ -151,11 +151,13 @@ class TritonTiles:
                     local = slice(part.start - block.start, part.stop - block.start)
                     _add_product_(self.total, coefficients[:, part], vectors[local], beta=1)
             self._add_row_sums_(chunk, sums)
-        if self.gradient is not None:  # the first chunk writes, the others add
+        if self.prototype_gradient is not None:  # the first chunk writes, the others add
             operand = chunk.placed.to(self.dtype)
             for part in _parts(slice(0, self.num_classes)):
                 weights = coefficients[:, part].T
-                _add_product_(self.gradient[part], weights, operand, beta=1 - self.untouched)
+                _add_product_(
+                    self.prototype_gradient[part], weights, operand, beta=1 - self.untouched
+                )
         self.untouched = False
         if self.column_sums is not None and sums.column_sums is not None:
             self.column_sums += sums.column_sums.sum(0)
@@ -192,14 +194,14 @@ class TritonTiles:
         with torch.cuda.device_of(coefficients):
             if hidden_gradient is not None:
                 self.rows.pull(pairs, chunk.inverse, self.total, hidden_gradient)
-            if self.gradient is not None:
-                self.rows.push(pairs, self.gradient)
+            if self.prototype_gradient is not None:
+                self.rows.push(pairs, self.prototype_gradient)
 
     def complete(self) -> None:
         """Complete the prototypes' gradient after the last chunk."""
-        if self.gradient is not None and not self.geometry.linear:
-            with torch.cuda.device_of(self.gradient):
-                self.rows.complete(self.column_sums, self.gradient)
+        if self.prototype_gradient is not None and not self.geometry.linear:
+            with torch.cuda.device_of(self.prototype_gradient):
+                self.rows.complete(self.column_sums, self.prototype_gradient)
 
     def _multiply(self, states: Tensor, block: slice, out: Tensor) -> None:
         """Write hidden states `[T, D]`, or twice that, times the prototypes of some classes."""
@@ -272,7 +274,7 @@ class TritonTiles:
         if geometry.linear:
             return Scores(None, 0, labels, *[None] * 8, bias=self.bias)
         row_factor = chunk.inverse if self.takes_raw else None
-        vectors = (chunk.row, self.column, row_factor, geometry.scale, chunk.unit)
+        vectors = (chunk.row_terms, self.column_terms, row_factor, geometry.scale, chunk.unit)
         others = (chunk.near_limits, self.h_exp, geometry.eps)
         return Scores(None, 0, labels, *vectors, *others, bias=self.bias)
 
