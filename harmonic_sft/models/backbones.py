@@ -55,18 +55,18 @@ UNBOUNDED = 2**31 - 1  # positions of a backbone that has none, such as BLOOM
 # DeBERTa's have without using it, and a copy of the embeddings (mDeBERTa).
 UNUSED = ("position_ids", ".position_embeddings.weight", ".word_embeddings._weight")
 QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
-# What stands between a decoder's dot products and its logits, by a field of its configuration that
-# is a number there: a factor, which is the value to this power, and a soft cap. That there is no
-# more, a trial when the decoder is loaded makes sure of.
+# Fields of a decoder's configuration that change its dot products before they are logits: factors,
+# each being the field's value to this power, and a soft cap. `_check_decoder` runs the model to
+# make sure that it does nothing else.
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 SOFTCAP = "final_logit_softcapping"
-TRIED = 8  # tokens of a trial
+TRIAL_TOKENS = 8  # of each row that `_check_decoder` runs
 # transformers 5.24 renamed what a decoder takes and returns.
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 
 
 def take_cache(kwargs: dict[str, Any]) -> Any:
-    """Take what earlier calls have left out of the arguments of a model, under either name."""
+    """Remove the cache from the arguments of a model, under either of its names, and return it."""
     older, cache = kwargs.pop("past_key_values", None), kwargs.pop("cache", None)
     return older if cache is None else cache
 
@@ -79,7 +79,7 @@ def build_backbone(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def without_pooler(config: PreTrainedConfig) -> dict[str, bool]:
-    """Return what leaves the pooler out: a masked model has none, so it could not be filled."""
+    """Return the option that leaves the pooler out: checkpoints of masked models have none."""
     if type(config) not in MODEL_MAPPING:
         return {}
     parameters = inspect.signature(MODEL_MAPPING[type(config)].__init__).parameters
@@ -180,8 +180,8 @@ def commit_of(name: str, revision: str | None = None, **hub: Any) -> str | None:
     if Path(name).is_dir():
         return None
     path = cached_file(name, CONFIG_NAME, revision=revision, **hub)
-    found = re.search(r"/snapshots/([0-9a-f]{40})/", Path(path or "").as_posix())
-    return found[1] if found else None
+    match = re.search(r"/snapshots/([0-9a-f]{40})/", Path(path or "").as_posix())
+    return match[1] if match else None
 
 
 class Base(NamedTuple):
@@ -228,22 +228,22 @@ def load_base(
     _check_kind(name, config, is_causal=is_causal)
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
-    # Beside packed weights, transformers casts some of the others and leaves some: later then.
+    # transformers would cast only some weights of a quantized model: `_checked_base` casts them.
     loaded_dtype = dtype if quantization_method(config) is None else "auto"
-    source: dict[str, Any] = {"config": config, "revision": revision, "dtype": loaded_dtype}
+    options: dict[str, Any] = {"config": config, "revision": revision, "dtype": loaded_dtype}
     architecture = None if head_class is None else head_class.__name__
     if is_ours and architecture in (config.architectures or []):
-        model = load_checked(head_class, name, **source)
+        model = load_checked(head_class, name, **options)
         generation_config = model.generation_config if is_causal else None
-        base = _base(name, model.model.backbone, dtype, model.dist_head, generation_config)
+        base = _checked_base(name, model.model.backbone, dtype, model.dist_head, generation_config)
     elif config.model_type == "neobert" and architecture == "HarmonicForMaskedLM":
-        model = load_checked(NeoBERTForMaskedLM, name, **source)
+        model = load_checked(NeoBERTForMaskedLM, name, **options)
         base = base_of(model, dtype=dtype, is_causal=False, name=name)
     elif is_causal and not is_ours:
-        model = load_checked(AutoModelForCausalLM, name, **source)
+        model = load_checked(AutoModelForCausalLM, name, **options)
         base = base_of(model, dtype=dtype, is_causal=True, name=name)
     else:
-        base = _base(name, load_backbone(name, **source), dtype)
+        base = _checked_base(name, load_backbone(name, **options), dtype)
     origin = {
         **base.origin,
         "base_model": Path(name).name if os.path.isabs(name) else name,
@@ -290,7 +290,9 @@ def base_of(
     elif isinstance(model, NeoBERTForMaskedLM):
         head = LinearHead(model.config.hidden_size, model.config.vocab_size)
         head.load_state_dict(model.get_submodule("decoder").state_dict())
-    return _base(name, cast("PreTrainedModel", model.base_model), dtype, head, generation_config)
+    return _checked_base(
+        name, cast("PreTrainedModel", model.base_model), dtype, head, generation_config
+    )
 
 
 def random_base(
@@ -309,17 +311,17 @@ def random_base(
     vars(config).pop("quantization_config", None)
     if dropout is not None:
         set_dropout_(config, dropout)
-    return _base(name, build_backbone(config), dtype)
+    return _checked_base(name, build_backbone(config), dtype)
 
 
-def _base(
+def _checked_base(
     name: str,
     backbone: PreTrainedModel,
     dtype: torch.dtype,
     head: Head | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> Base:
-    """Check a backbone, cast it and forget where it was: a local path is nobody's business."""
+    """Check and cast a backbone, and drop its local path, which must not be published."""
     check_embeddings(name, backbone)
     cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
     backbone.config.name_or_path = ""
@@ -363,7 +365,7 @@ def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
 
 
 def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
-    """Refuse what could not be loaded again, by its code or its quantization, or is not of text.
+    """Refuse a base that is not a model of text in transformers, or is quantized in another way.
 
     Args:
         name: The base's name.
@@ -376,9 +378,9 @@ def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> 
             a quantized encoder.
     """
     is_ours = config.model_type in ("harmonic", "neobert")
-    is_more = config.is_encoder_decoder or config.get_text_config() is not config
-    is_more |= config.model_type == "reformer"  # two streams of hidden states, beside each other
-    if not is_ours and (is_more or type(config) not in MODEL_MAPPING):
+    is_not_one_body = config.is_encoder_decoder or config.get_text_config() is not config
+    is_not_one_body |= config.model_type == "reformer"  # it has two streams of hidden states
+    if not is_ours and (is_not_one_body or type(config) not in MODEL_MAPPING):
         raise ValueError(
             f"base {name}: expected an encoder or a decoder of text alone that transformers knows, "
             f"got a model of type {config.model_type!r}"
@@ -450,11 +452,13 @@ def old_head(model: PreTrainedModel) -> LinearHead:
 
 @torch.no_grad()
 def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -> None:
-    """Run a few tokens: a decoder in parts must predict what it did, and from the past alone."""
+    """Refuse a decoder that sees later tokens, or whose body and head predict otherwise than it."""
     model.eval()
     vocab_size = model.config.vocab_size
-    rows = torch.arange(2 * TRIED, device=model.device).view(2, TRIED) * 7 % vocab_size
-    rows[1, :-1] = rows[0, :-1]  # another last token alone
+    rows = (
+        torch.arange(2 * TRIAL_TOKENS, device=model.device).view(2, TRIAL_TOKENS) * 7 % vocab_size
+    )
+    rows[1, :-1] = rows[0, :-1]  # they differ in the last token only
     outputs = model.base_model(input_ids=rows, use_cache=True)  # whatever its configuration says
     kind = type(model).__name__
     hidden_states = outputs.last_hidden_state
@@ -483,9 +487,10 @@ def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -
         )
 
 
-def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether two tensors differ by more than a share of their size."""
-    return bool(torch.dist(one.float(), other.float()) > tolerance * other.float().norm())
+def _differ(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether two tensors differ by more than this share of the expected one's norm."""
+    found, expected = found.float(), expected.float()
+    return bool(torch.dist(found, expected) > tolerance * expected.norm())
 
 
 def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -495,31 +500,31 @@ def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         ValueError: There is no such list, as in ALBERT, whose blocks share their weights, or one
             for each part of a block, as in XLM.
     """
-    found = _block_lists(backbone)
-    if len(found) != 1:
+    lists = _block_lists(backbone)
+    if len(lists) != 1:
         raise ValueError(
             f"backbone: expected one list of {backbone.config.num_hidden_layers} blocks, got "
-            f"{list(found)} in {type(backbone).__name__}. Name what trains, without LoRA: "
+            f"{list(lists)} in {type(backbone).__name__}. Name what trains, without LoRA: "
             "model.unfreeze.patterns"
         )
-    return next(iter(found.items()))
+    return next(iter(lists.items()))
 
 
 def known_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return what `find_blocks` does; an empty name and an empty list where it raises."""
-    found = _block_lists(backbone)
-    return next(iter(found.items())) if len(found) == 1 else ("", nn.ModuleList())
+    lists = _block_lists(backbone)
+    return next(iter(lists.items())) if len(lists) == 1 else ("", nn.ModuleList())
 
 
 def _block_lists(backbone: PreTrainedModel) -> dict[str, nn.ModuleList]:
-    """Return the outermost lists of one module that are as long as the configuration says."""
-    num_blocks, found = backbone.config.num_hidden_layers, dict[str, nn.ModuleList]()
+    """Return the first list as long as the configuration says, and such lists beside it."""
+    num_blocks, lists = backbone.config.num_hidden_layers, dict[str, nn.ModuleList]()
     for name, module in backbone.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
-            first = next(iter(found), name)
+            first = next(iter(lists), name)
             if name.rpartition(".")[0] == first.rpartition(".")[0]:
-                found[name] = module
-    return found
+                lists[name] = module
+    return lists
 
 
 def trains(module: nn.Module) -> bool:
@@ -528,16 +533,16 @@ def trains(module: nn.Module) -> bool:
 
 
 def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
-    """Return the blocks below the first one that anything trained can reach."""
+    """Return the blocks before the first one that trains; none if their input trains."""
     name, blocks = known_blocks(backbone)
-    # What stands behind the blocks comes after them; but all blocks of DeBERTa read its tables.
-    reads_all = backbone.config.model_type.startswith("deberta")
-    for parameter, value in backbone.named_parameters():
-        if parameter.startswith(f"{name}."):
-            if reads_all:
+    # Parameters registered after the blocks are behind them, but tables that DeBERTa's blocks read.
+    is_deberta = backbone.config.model_type.startswith("deberta")
+    for parameter_name, parameter in backbone.named_parameters():
+        if parameter_name.startswith(f"{name}."):
+            if is_deberta:
                 continue
             break
-        if value.requires_grad:  # embeddings, or a norm of theirs
+        if parameter.requires_grad:  # embeddings, or a norm of theirs
             return []
     first = next((index for index, block in enumerate(blocks) if trains(block)), len(blocks))
     return list(blocks)[:first]
@@ -600,11 +605,11 @@ def is_quantized(parameter: torch.Tensor) -> bool:
 
 
 def settle_quantized_(model: PreTrainedModel, merged: Sequence[str] = ()) -> None:
-    """Let a quantized model be saved as it is now; do nothing to another.
+    """Prepare a quantized model for saving; do nothing to any other.
 
-    Its configuration names the linear layers that are not packed, as they are called here, and
-    those that will be saved `merged` with LoRA, as the backbone calls them. And bitsandbytes is
-    kept from packing 4-bit weights again for some CPUs: it saves them wrong then.
+    The configuration gets the names of the linear layers that are not packed, and of those that
+    will be saved `merged` with LoRA, named as in the backbone. bitsandbytes is kept from packing
+    4-bit weights once more for some CPUs, since it saves those wrong.
     """
     quantizer = vars(model).get("hf_quantizer")
     if quantizer is None:

@@ -199,13 +199,13 @@ class SphereHead(Head):
 
 @torch.no_grad()
 def check_prototypes(head: Head, *, is_tied: bool) -> list[str]:
-    """Say what makes a head useless, its prototypes or its exponent; an empty list if nothing does.
+    """Say what is wrong with a head whose predictions mean nothing; an empty list for a good one.
 
     A few rows may be zero (padding tokens, often), and off the sphere norms are free.
 
     Args:
-        head: Any; nothing is said of one without values, on the meta device.
-        is_tied: The embeddings are its prototypes, and have norms of their own.
+        head: Any; one on the meta device has no values and passes.
+        is_tied: Its prototypes are the embeddings, whose norms are free.
 
     Returns:
         At most one sentence.
@@ -233,7 +233,7 @@ def check_prototypes(head: Head, *, is_tied: bool) -> list[str]:
 def find_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor with NaN or infinity, None if there is none.
 
-    Those on the meta device and those packed in a byte or less are not looked at.
+    Tensors on the meta device, or packed in a byte or less, are skipped.
     """
     for name, tensor in tensors:
         has_values = tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
@@ -294,7 +294,7 @@ class _UnitRows(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> Tensor:
         rows, unit, scale = ctx.saved_tensors
         grad = upstream[0]
-        if torch.is_grad_enabled():  # a second derivative needs the way from the rows
+        if torch.is_grad_enabled():  # a second derivative also flows through the norms
             scale = inverse_norms(rows).unsqueeze(-1).to(rows.dtype)
             unit = rows * scale
         with maybe_autocast(grad.device.type, enabled=False):
@@ -316,7 +316,7 @@ def dense_logits(lazy: LazyLogits) -> Tensor:
 
 
 def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tensor:
-    """Return log1p(others / label) of each row, accurate also where it is close to 0.
+    """Return log(1 + p_others / p_label) of each row, accurate also where it is close to 0.
 
     Args:
         logits: `[N, V]`.
@@ -337,9 +337,10 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
 
 
 def exact_nll(lazy: LazyLogits, labels: Tensor) -> Tensor:
-    """Return log1p(others / label) `[N]`, in nats, accurate also where it is close to 0.
+    """Return the loss log(1 + p_others / p_label) `[N]`, accurate also where it is close to 0.
 
-    The distances of `labels` `[N]` are taken by direct difference, also in the normalizer.
+    It is in nats. The distances of `labels` `[N]` are taken by direct difference, also in the
+    normalizer.
     """
     if isinstance(lazy, MixtureLogits):
         return mixture_nll(torch.stack([exact_nll(part, labels) for part in lazy.parts]))
@@ -374,9 +375,9 @@ def squared_distances(
 ) -> Tensor:
     """Squared distances by |x|^2 + |w|^2 - 2xw, and by direct difference where that loses digits.
 
-    Recomputed are the pairs of `labels` and those of `near_pairs`: their float32 distances d are
-    off by less than 1e-6 of |x| + |w|, however small they are. The d ** 2 of all others is off by
-    less than 1e-6 of |x|^2 + |w|^2, which is 2e-5 of itself, unless it is near too.
+    The pairs of `labels` and those of `near_pairs` are taken by difference: in float32 the error of
+    d is below 1e-6 (|x| + |w|), however small d is. For all others the error of d ** 2 is below
+    1e-6 (|x|^2 + |w|^2), which is 2e-5 of d ** 2 unless there were too many near pairs.
 
     Args:
         hidden_states: `[N, D]`.
@@ -387,48 +388,50 @@ def squared_distances(
     Returns:
         `[N, V]`, not below 0.
     """
-    missing = None
+    undirected = None  # on the sphere, which hidden states and which prototypes have norm 0
     if unit_sphere:
-        inverse, columns = inverse_norms(hidden_states), inverse_norms(weight)
-        missing = (inverse == 0, columns == 0)
-        hidden_states = hidden_states * inverse.unsqueeze(-1)
-        # On the products: a normalized copy of the vocabulary costs more.
-        dots = (hidden_states @ weight.T) * columns  # [N, V]
-        scale = dots.new_full((), 2)  # |x|^2 + |w|^2
+        state_inverse, weight_inverse = inverse_norms(hidden_states), inverse_norms(weight)
+        undirected = (state_inverse == 0, weight_inverse == 0)
+        hidden_states = hidden_states * state_inverse.unsqueeze(-1)
+        # The products are scaled, since a normalized copy of the vocabulary costs more.
+        dots = (hidden_states @ weight.T) * weight_inverse  # [N, V]
+        norms = dots.new_full((), 2)  # |x|^2 + |w|^2
     else:
         dots = hidden_states @ weight.T
-        scale = hidden_states.square().sum(-1, keepdim=True) + weight.square().sum(-1)
-    squared = scale - 2 * dots
-    rows, classes, are_all = near_pairs(squared.detach(), scale.detach(), labels)
-    if not are_all:  # rounding may have pushed what is left below zero
+        norms = hidden_states.square().sum(-1, keepdim=True) + weight.square().sum(-1)
+    squared = norms - 2 * dots
+    rows, classes, are_all_near = near_pairs(squared.detach(), norms.detach(), labels)
+    if not are_all_near:  # rounding may have pushed one that is not recomputed below zero
         squared = squared.clamp_min(0)
     if labels is not None:
         rows = torch.cat([rows, torch.arange(labels.shape[0], device=labels.device)])
         classes = torch.cat([classes, labels.squeeze(-1)])
     prototypes = weight[classes]  # [P, D]
-    if missing is not None:
+    if undirected is not None:
         prototypes = prototypes * inverse_norms(prototypes).unsqueeze(-1)
     exact = (hidden_states[rows] - prototypes).square().sum(-1)
-    if missing is not None:
-        exact = exact + missing[0][rows] + missing[1][classes]
+    if undirected is not None:
+        exact = exact + undirected[0][rows] + undirected[1][classes]
     return squared.index_put((rows, classes), exact)
 
 
 def near_pairs(
-    squared: Tensor, scale: Tensor, labels: Tensor | None
+    squared: Tensor, norms: Tensor, labels: Tensor | None
 ) -> tuple[Tensor, Tensor, bool]:
-    """Return rows `[P]` and classes `[P]` of the pairs to recompute, and whether these are all.
+    """Choose the pairs whose squared distances are recomputed, those of labels apart.
 
-    On a CPU these are the pairs closer than `NEAR` of the scale, at most `MOST_NEAR` a row on
-    average (the closest ones), so that memory stays bounded. Elsewhere, and while torch compiles or
-    exports, they are the `MOST_NEAR` closest of every row: no value decides a shape then, and no
-    device waits. A row with more near prototypes than that keeps the others as they are. Pairs of
-    labels are left out.
+    On a CPU these are the pairs below `NEAR` * `norms`: the closest ones, at most `MOST_NEAR` a row
+    on average, so that memory stays bounded. Elsewhere, and while torch compiles or exports, they
+    are the `MOST_NEAR` closest of every row, since there no value may decide a shape or halt the
+    device.
 
     Args:
         squared: `[N, V]`.
-        scale: |x|^2 + |w|^2, `[N, V]` or of no axis.
+        norms: |x|^2 + |w|^2, `[N, V]` or of no axis.
         labels: `[N, 1]` or None.
+
+    Returns:
+        Their rows `[P]`, their classes `[P]`, and whether no near pair is left out for certain.
     """
     if squared.device.type != "cpu" or torch.compiler.is_compiling():
         num_others = squared.shape[1]
@@ -438,7 +441,7 @@ def near_pairs(
         closest = squared.topk(min(MOST_NEAR, num_others), largest=False).indices  # [N, K]
         rows = torch.arange(closest.shape[0], device=closest.device).unsqueeze(-1)
         return rows.expand_as(closest).flatten(), closest.flatten(), False
-    near = squared < NEAR * scale
+    near = squared < NEAR * norms
     if labels is not None:
         near.scatter_(-1, labels, False)
     rows, classes = near.nonzero(as_tuple=True)

@@ -155,10 +155,9 @@ class MultiHead(OuterHead, SphereHead):
 class RotationHead(OuterHead):
     """Another head, on hidden states turned by a learned orthogonal matrix R.
 
-    R is the Cayley transform (I + A / 2) (I - A / 2)^-1 of a skew-symmetric A, as torch computes
-    it: the family of (I - A) (I + A)^-1, with -2 A for A. A is the part of `skew` below the
-    diagonal, minus its transpose; it starts at 0 and R at I. R never mirrors, and turns no plane
-    by 180 degrees. One solve of D equations is made in each forward pass.
+    R is the Cayley transform (I + A / 2) (I - A / 2)^-1 of a skew-symmetric A, as in torch. A is
+    the part of `skew` below the diagonal, minus its transpose; it starts at 0 and R at I. R never
+    mirrors, and turns no plane by 180 degrees. Each forward pass solves D equations once.
 
     Where the inner head compares by dot product, cosine or Euclidean distance, R is no more than
     R^T on all its prototypes: it learns something new only where these are frozen or tied, and
@@ -190,7 +189,7 @@ class RotationHead(OuterHead):
         identity = torch.eye(len(half), dtype=half.dtype, device=half.device)
         if torch.onnx.is_in_onnx_export():
             return 2 * _inverse_by_products(identity, half) - identity
-        # Never singular, so no look at the result, which would halt a GPU.
+        # The matrix is never singular, and `solve` would halt a GPU to check that.
         return torch.linalg.solve_ex(identity - half, identity + half).result
 
     @property
@@ -287,17 +286,17 @@ def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -
 
 
 def check_class(head: Head) -> None:
-    """Refuse a head whose settings would be loaded as another class, such as a subclass's.
+    """Refuse a head that its settings would load as another class, such as a subclass of ours.
 
     Raises:
-        ValueError: It, or one inside it, is not what `HEADS` has under its name.
+        ValueError: Its class, or that of a head inside it, is not the one in `HEADS`.
     """
-    for one in head.modules():
-        if isinstance(one, Head):
+    for part in head.modules():
+        if isinstance(part, Head):
             # FSDP2 puts two classes before the head's: one that it makes, in `abc`, and its own.
-            classes = (c for c in type(one).__mro__ if c.__module__ != "abc")
+            classes = (c for c in type(part).__mro__ if c.__module__ != "abc")
             own = next(c for c in classes if not c.__module__.startswith("torch."))
-            name = one.settings()["name"]
+            name = part.settings()["name"]
             if HEADS.get(name) is not own:
                 raise ValueError(
                     f"dist_head: expected a class of HEADS, got {own.__name__}, whose settings say "
@@ -307,13 +306,13 @@ def check_class(head: Head) -> None:
 
 @torch.no_grad()
 def resized_head(head: Head, vocab_size: int) -> Head:
-    """Return a head with more or fewer classes; those in both keep all that is theirs.
+    """Return a head with more or fewer classes; classes in both keep prototype, bias and scale.
 
-    New prototypes are drawn from a normal distribution with the mean and the covariance of the old
-    ones, always the same; new biases and scales are the mean of the old.
+    New prototypes are drawn, with a fixed seed, from a normal distribution with the mean and the
+    covariance of the old ones; new biases and scales are the mean of the old.
 
     Args:
-        head: Not changed. A weight that was resized already, being tied, is taken as it is.
+        head: Not changed. A tied weight that the embeddings have resized already is taken as it is.
         vocab_size: V of the new one.
     """
     resized = build_head(
@@ -324,7 +323,7 @@ def resized_head(head: Head, vocab_size: int) -> Head:
         if old[name].shape != parameter.shape:
             parameter[len(old[name]) :] = _more_rows(old[name], len(parameter) - len(old[name]))
         parameter.requires_grad_(old[name].requires_grad)
-    resized.renormalize_()
+    resized.renormalize_()  # the new rows; the old ones, written next, keep their bits
     for name, parameter in resized.named_parameters():
         if old[name].shape == parameter.shape:
             parameter.copy_(old[name])
@@ -335,7 +334,7 @@ def resized_head(head: Head, vocab_size: int) -> Head:
 
 
 def _more_rows(rows: Tensor, count: int) -> Tensor:
-    """Return `count` rows like those `[V, ...]` that are there, none if it is below 1."""
+    """Draw `count` rows with the mean and covariance of `rows` `[V, ...]`, none if below 1."""
     mean = rows.mean(0, keepdim=True)
     generator = torch.Generator().manual_seed(0)
     mixture = torch.randn(max(0, count), len(rows), generator=generator).to(rows)

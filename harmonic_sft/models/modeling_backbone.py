@@ -68,9 +68,9 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         self._keep_in_fp32_modules_strict = set(kept)
 
     def initialize_weights(self) -> None:
-        """Fill what a checkpoint lacks, such as buffers: of the body as its own class would.
+        """Fill what a checkpoint lacks, such as buffers; the body is filled by its own class.
 
-        Of ours, which are custom code to it, transformers would leave out modules without weights.
+        transformers takes ours for custom code, of which it skips modules without weights.
         """
         cast("HarmonicModel", self.base_model).backbone.initialize_weights()
         super().initialize_weights()
@@ -90,7 +90,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     ) -> Self:
         """Load a model as transformers does; a partial checkpoint is completed from its base.
 
-        Of another class's checkpoint a classifier takes the backbone alone, under a new head.
+        A classifier takes only the backbone of another class's checkpoint, and gets a new head.
 
         Args:
             pretrained_model_name_or_path: A folder or a name on the Hub.
@@ -107,32 +107,35 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             return super().from_pretrained(name, *model_args, config=config, **kwargs)
         folder = os.path.join(name, kwargs.get("subfolder", ""))
         check_not_partial(folder)
-        named = [Path(folder, file) for file in (HEAD_FILE, BLOCKS_FILE)]
-        check_whole([*Path(folder).glob("model*.safetensors"), *named])
-        where = {k: v for k, v in kwargs.items() if k in (*HUB_OPTIONS, *PLACE_OPTIONS)}
+        partial_files = [Path(folder, file) for file in (HEAD_FILE, BLOCKS_FILE)]
+        check_whole([*Path(folder).glob("model*.safetensors"), *partial_files])
+        fetch_options = {k: v for k, v in kwargs.items() if k in (*HUB_OPTIONS, *PLACE_OPTIONS)}
         fields = config.to_dict() if isinstance(config, PreTrainedConfig) else None
         if fields is None:
-            fields, _ = PreTrainedConfig.get_config_dict(config or name, **where)
+            fields, _ = PreTrainedConfig.get_config_dict(config or name, **fetch_options)
         if (kind := fields.get("model_type")) != "harmonic":
             raise ValueError(
                 f"{name}: expected one of our models, got one of type {kind!r}. Put a head on it "
                 f"with {cls.__name__}.from_base; an adapter is put on its model by AutoModelFor..."
             )
-        has_head, options = cls._has_own_head(fields.get("architectures")), {}
+        has_head, adapter_options = cls._has_own_head(fields.get("architectures")), {}
         if has_head and not fields.get("partial", False):
             loaded = super().from_pretrained(name, *model_args, config=config, **kwargs)
         else:
-            # transformers would put an adapter on what it loads here, without the head or a name.
-            options = dict(kwargs.pop("adapter_kwargs", None) or {})
+            # The inner call would put the adapter on a model that has no head or no name yet.
+            adapter_options = dict(kwargs.pop("adapter_kwargs", None) or {})
             if has_head:
-                loaded = cls._from_partial(str(name), where, *model_args, config=config, **kwargs)
+                loaded = cls._from_partial(
+                    str(name), fetch_options, *model_args, config=config, **kwargs
+                )
             else:
                 bare = HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
                 loaded = cls._with_new_head(bare)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        adapter = options.pop("_adapter_model_path", None)  # of the folder that was asked for
+        # Set by AutoModelFor..., which was given an adapter's folder and passes its base as `name`.
+        adapter = adapter_options.pop("_adapter_model_path", None)
         if adapter is not None:
-            model.load_adapter(adapter, adapter_kwargs=options)
+            model.load_adapter(adapter, adapter_kwargs=adapter_options)
         settle_quantized_(model)
         _report_useless(model)
         return loaded
@@ -147,9 +150,9 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             load_config: Any,
             expected_keys: list[str] | None = None,
         ) -> Any:
-            """Load weights as transformers does, of an adapter also the modules it trained whole.
+            """Load weights as transformers does, and the modules that an adapter trained whole.
 
-            Newer versions find those by themselves; older ones leave the model's own.
+            Newer versions of transformers do that; older ones leave the modules as they are.
             """
             from transformers.core_model_loading import WeightRenaming
 
@@ -169,16 +172,17 @@ class HarmonicPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _from_partial(
-        cls, name: str, where: dict[str, Any], *model_args: Any, config: Any, **kwargs: Any
+        cls, name: str, fetch_options: dict[str, Any], *model_args: Any, config: Any, **kwargs: Any
     ) -> Any:
-        """Load a checkpoint that holds only what was trained: the rest is from its base."""
-        # A branch may move on between two files.
-        where["revision"] = commit_of(name, **where) or where.get("revision")
-        rest = {k: v for k, v in kwargs.items() if k not in (*where, "state_dict")}
+        """Load a checkpoint that holds only what was trained, and the rest from its base."""
+        # All files have to be of one commit, and a branch may move on between two of them.
+        revision = commit_of(name, **fetch_options) or fetch_options.get("revision")
+        fetch_options = {**fetch_options, "revision": revision}
+        rest = {k: v for k, v in kwargs.items() if k not in (*fetch_options, "state_dict")}
         if not isinstance(config, PreTrainedConfig):
-            options: dict[str, Any] = {**where, **rest, "return_unused_kwargs": True}
+            options: dict[str, Any] = {**fetch_options, **rest, "return_unused_kwargs": True}
             config, rest = HarmonicConfig.from_pretrained(config or name, **options)
-        state_dict = complete_state_dict(name, config, where)
+        state_dict = complete_state_dict(name, config, fetch_options)
         loaded = cls.from_pretrained(
             None, *model_args, config=config, state_dict=state_dict, **rest
         )
@@ -186,18 +190,18 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         model.config.partial = False  # saved again, it is a whole checkpoint
         if model.can_generate():
             with suppress(OSError):  # there is none
-                model.generation_config = GenerationConfig.from_pretrained(name, **where)
+                model.generation_config = GenerationConfig.from_pretrained(name, **fetch_options)
         model.config.name_or_path = model.name_or_path = name
         return loaded
 
     @classmethod
     def _has_own_head(cls, architectures: list[str] | None) -> bool:
-        """Whether a checkpoint of these classes has the head of this one, if this one has any."""
+        """Whether a checkpoint of these classes also holds the head of this class."""
         return True
 
     @classmethod
     def _with_new_head(cls, loaded: Any) -> Any:
-        """Return this model on a loaded `HarmonicModel`; with its report if there is one."""
+        """Put a new head on a loaded `HarmonicModel`, or on that of a pair with its report."""
         raise AssertionError("only a classifier takes other checkpoints")
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
@@ -276,7 +280,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self.backbone = build_backbone(config.text_config)
-        # Gemma 2 has eager attention alone; TRL asks for what stands here, for a reference model.
+        # TRL builds a reference model with what stands here, and Gemma 2 has only eager attention.
         config._attn_implementation = self.backbone.config._attn_implementation
         self._supports_flex_attn = self.backbone._supports_flex_attn
         self._is_stateful = self.backbone._is_stateful
@@ -288,15 +292,15 @@ class HarmonicModel(HarmonicPreTrainedModel):
         Dropout in a frozen part would only add noise to the features that the rest learns from.
         """
         super().train(mode)
-        if not trains(self.backbone):  # XLM looks at itself, not at its parts
+        if not trains(self.backbone):  # XLM's dropout asks the whole backbone, not a part
             self.backbone.eval()
         elif mode:
             _, blocks = known_blocks(self.backbone)
-            # Without weights of its own is the dropout of GPT-2's embeddings, for one.
             embeddings_train = trains(self.get_input_embeddings())
             for part in _parts_beside(blocks, self.backbone):
-                bare = next(part.parameters(), None) is None
-                if not (embeddings_train if bare else trains(part)):
+                # A part without weights, such as GPT-2's dropout, belongs to the embeddings.
+                has_weights = next(part.parameters(), None) is not None
+                if not (trains(part) if has_weights else embeddings_train):
                     part.eval()
             for block in blocks_without_graph(self.backbone):
                 block.eval()
@@ -333,17 +337,17 @@ class HarmonicModel(HarmonicPreTrainedModel):
             token_type_ids: `[B, T]`, for backbones that have token types.
             kwargs: The backbone's further arguments. A decoder returns no cache unless told to.
         """
-        for name in ("output_hidden_states", "output_attentions"):  # those of our configuration
+        for name in ("output_hidden_states", "output_attentions"):  # not set in the backbone's
             if getattr(self.config, name, False):
                 kwargs.setdefault(name, True)
-        given = {"inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
-        kwargs |= {name: value for name, value in given.items() if value is not None}
+        optional = {"inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
+        kwargs |= {name: value for name, value in optional.items() if value is not None}
         kwargs["attention_mask"] = attention_mask
         is_causal = self.config.is_causal
         if is_causal:
             kwargs.setdefault("use_cache", False)
         if (cache := take_cache(kwargs)) is not None:
-            # For the pages of continuous batching attention looks under this name.
+            # Attention takes the pages of continuous batching under the name `cache` alone.
             is_paged = not isinstance(cache, Cache | tuple)
             kwargs["cache" if is_paged else CACHE] = cache
         if position_ids is not None and cache is not None:
@@ -355,7 +359,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
                 self.backbone, attention_mask, position_ids, is_causal=is_causal
             )
         dtypes = {p.dtype for p in castable(self.backbone) if p.is_floating_point()}
-        mixed = len(dtypes) > 1 and (  # packed layers cast by themselves, merged ones do not
+        mixed = len(dtypes) > 1 and (  # packed layers cast their inputs, merged ones do not
             quantization_method(self.config) is None or bool(self.config.float32_modules)
         )
         autocast = torch.autocast(self.device.type, self.dtype) if mixed else nullcontext()
@@ -428,7 +432,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return self.dist_head.prototypes
 
     @classmethod
-    def _around(
+    def _from_loaded_base(
         cls,
         base: Base,
         head: dict[str, Any] | None,
@@ -452,7 +456,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             **base.origin,
             **fields,
         )
-        model = cls._assemble(config, base.backbone)
+        model = cls._from_backbone(config, base.backbone)
         if keep_head:
             copy_head_(model.dist_head, base)
         elif embeddings is not None:
@@ -464,7 +468,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return model.eval()
 
     @classmethod
-    def _assemble(cls, config: HarmonicConfig, backbone: PreTrainedModel) -> Self:
+    def _from_backbone(cls, config: HarmonicConfig, backbone: PreTrainedModel) -> Self:
         """Build the model around a backbone, which is not copied, with a new head."""
         with torch.device("meta"):
             model = cls(config)
@@ -484,10 +488,10 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
     @staticmethod
     def _take_label_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Take out what belongs to the labels.
+        """Remove the options that belong to the labels from `kwargs`, and return them.
 
-        No parameters of `forward`: transformers.Trainer takes each whose name has "label" in it for
-        labels that every batch has, and evaluates without a loss where one is missing.
+        As parameters of `forward` they would count as labels: transformers.Trainer goes by "label"
+        in a name, and evaluates without a loss where a batch lacks one of them.
         """
         return {name: kwargs.pop(name, None) for name in ("label_positions", "label_weights")}
 
@@ -521,9 +525,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             causal=causal,
         )
 
-    def _needs_logits(self, labels: Tensor | None, asked: bool | None) -> bool:
-        """Whether to return logits: always without labels, otherwise if asked or not training."""
-        return labels is None or (not self.training if asked is None else asked)
+    def _needs_logits(self, labels: Tensor | None, output_logits: bool | None) -> bool:
+        """Whether to return logits: always without labels; by default not in training."""
+        return labels is None or (not self.training if output_logits is None else output_logits)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[B, T, V]` for hidden states `[B, T, D]`."""
@@ -570,7 +574,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def renormalize_prototypes_(self) -> None:
-        """Bring the prototypes back to norm 1 where the head wants it; tied ones stay."""
+        """Bring the prototypes back to norm 1 on the sphere; tied ones stay as they are."""
         if not self.config.tie_word_embeddings:
             self.dist_head.renormalize_()
 
@@ -606,7 +610,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         if num_classes != len(self.dist_head.weight):
             heads = {name: head for name, head in self.named_modules() if isinstance(head, Head)}
             for name, head in heads.items():  # PEFT keeps the old one beside what it trains
-                if name.rpartition(".inner")[0] not in heads:  # which resizes it too
+                if name.rpartition(".inner")[0] not in heads:  # an outer head resizes its inner one
                     self.set_submodule(name, resized_head(head, num_classes))
             self.tie_weights()
         return embeddings
@@ -618,12 +622,12 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             weight = self.dist_head.weight
             own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
             self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
-            # The head's weight is theirs.
+            # As the head's weight the embeddings stay in float32 too.
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), path}
             self._prepare_tied_embeddings()
 
     def _prepare_tied_embeddings(self) -> None:
-        """Keep the table in float32 at least, as the head; a 16-bit body gets 16 bits of it."""
+        """Keep the tied table in float32 or better, and round what a 16-bit body gets of it."""
         embeddings, backbone = self.get_input_embeddings(), self.model.backbone
         for buffer in embeddings.buffers():  # Gemma's factor, rounded as the body's table would be
             buffer.data = buffer.data.to(_body_dtype(backbone))
@@ -645,9 +649,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
 
 def share_weights(like: Path) -> None:
-    """Let those read the weights beside a file who may read that file.
+    """Give the weights beside a file the access rights of that file.
 
-    safetensors 0.8 lets their owner alone: https://github.com/safetensors/safetensors/issues/782.
+    safetensors 0.8 lets only their owner read them: https://github.com/safetensors/safetensors/issues/782.
     """
     for path in like.parent.glob("*.safetensors"):
         with suppress(OSError):  # a file system without modes, or no such file in this process
@@ -656,7 +660,7 @@ def share_weights(like: Path) -> None:
 
 
 def _report_useless(model: HarmonicPreTrainedModel) -> None:
-    """Warn of a head that predicts nothing, and of weights that are not finite."""
+    """Warn of a head whose predictions mean nothing, and of weights that are not finite."""
     problems = []
     if isinstance(model, HarmonicHeadModel):
         is_tied = model.config.tie_word_embeddings

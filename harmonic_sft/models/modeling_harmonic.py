@@ -19,7 +19,7 @@ from transformers.modeling_outputs import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
-from .backbones import CACHE, Base, load_base, take_cache
+from .backbones import CACHE, Base, load_base, take_cache, trains
 from .configuration_harmonic import HarmonicConfig
 from .head import at_least_float32
 from .modeling_backbone import HarmonicHeadModel
@@ -128,7 +128,7 @@ class HarmonicLanguageModel(HarmonicHeadModel):
             )
         else:
             embeddings = base.head.prototypes if init == "output_embeddings" else None
-        model = cls._around(
+        model = cls._from_loaded_base(
             base,
             head,
             embeddings=embeddings,
@@ -181,7 +181,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
-        of_labels = self._take_label_options(kwargs)
+        label_options = self._take_label_options(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -193,7 +193,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         needs_logits = self._needs_logits(labels, output_logits)
         return MaskedLMOutput(
-            loss=self._loss(hidden_states, labels, num_items_in_batch, **of_labels),
+            loss=self._loss(hidden_states, labels, num_items_in_batch, **label_options),
             logits=self._logits(hidden_states) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -226,8 +226,8 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Return the arguments of the next step of `generate`, as in transformers.
 
-        Long rope (Phi-3) turns every position in another way once a text is longer than the model
-        was at first: the cached keys are then forgotten, and computed again.
+        Long rope (Phi-3) rotates all positions by other angles once a text outgrows the original
+        context. The cached keys are then dropped, and computed again.
         """
         rope = getattr(self.config.text_config, "rope_parameters", None) or {}
         cache = take_cache(kwargs)
@@ -288,15 +288,18 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
-        shift_labels, of_labels = kwargs.pop("shift_labels", None), self._take_label_options(kwargs)
+        shift_labels, label_options = (
+            kwargs.pop("shift_labels", None),
+            self._take_label_options(kwargs),
+        )
         causal = shift_labels is None  # else position t predicts label t
         if not causal:
-            labels, of_labels["label_positions"] = shift_labels, None  # positions of other labels
+            labels, label_options["label_positions"] = shift_labels, None  # they were of `labels`
         has_cache = cache is not None or past_key_values is not None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
         elif use_cache and not has_cache and torch.compiler.is_compiling():
-            # Without one, positions of unknown values may be those of several documents.
+            # Without a cache, positions whose values are unknown could start several documents.
             cache = DynamicCache(config=self.config.text_config)
         outputs = self.model(
             input_ids=input_ids,
@@ -309,11 +312,13 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state  # [B, T, D]
-        # An integer is how many at the end, a tensor which.
+        # An integer counts positions from the end, a tensor lists them.
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         needs_logits = self._needs_logits(labels, output_logits)
         return CausalLMOutputWithPast(
-            loss=self._loss(hidden_states, labels, num_items_in_batch, causal=causal, **of_labels),
+            loss=self._loss(
+                hidden_states, labels, num_items_in_batch, causal=causal, **label_options
+            ),
             logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -345,11 +350,11 @@ class HarmonicClassifier(HarmonicHeadModel):
             config.tie_word_embeddings = False
             trained = config.trained_parameters or []  # the backbone keeps what was trained in it
             config.trained_parameters = [n for n in trained if n.startswith("model.")] or None
-        elif (asked := config.classifier_head) and asked["name"] != config.head["name"]:
+        elif (wanted := config.classifier_head) and wanted["name"] != config.head["name"]:
             logger.warning(
                 "classifier_head: %s is not used: the checkpoint has a trained %s head. "
                 "%s.from_base puts a new one on its backbone",
-                asked["name"],
+                wanted["name"],
                 config.head["name"],
                 type(self).__name__,
             )
@@ -365,7 +370,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         if config.pooling not in ("mean", "cls"):
             raise ValueError(f"pooling: expected 'mean' or 'cls', got {config.pooling!r}")
         super().__init__(config)
-        self._drawn: Tensor | None = None  # random weights that were never trained
+        self._random_weight: Tensor | None = None  # of a new head, to see whether it trains
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
         """Return logits `[B, T, V]` for hidden states `[B, T, D]`.
@@ -374,44 +379,44 @@ class HarmonicClassifier(HarmonicHeadModel):
             ValueError: The head is random and frozen in training.
         """
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._check_trained()
+            self._check_head_trains()
         return super()._logits(hidden_states)
 
-    def _check_trained(self) -> None:
-        """Refuse random weights that stay as they are; nothing is compared once they differ."""
-        head, drawn = self.active_head, self._drawn
-        if drawn is None or any(one.requires_grad for one in head.parameters()):
+    def _check_head_trains(self) -> None:
+        """Refuse a new head that stays random; once it has changed, stop looking."""
+        head, random = self.active_head, self._random_weight
+        if random is None or trains(head):
             return
         weight = head.weight.detach().cpu()
-        if weight.shape == drawn.shape and torch.equal(weight, drawn):
+        if weight.shape == random.shape and torch.equal(weight, random):
             raise ValueError(
                 "dist_head: expected a new head to be trained, got a frozen one with random "
                 'weights. Under PEFT pass modules_to_save=["dist_head"]'
             )
-        self._drawn = None
+        self._random_weight = None
 
-    def _mark_drawn(self) -> Self:
-        """Remember random weights of the head, to tell them from trained ones."""
+    def _remember_random_weight(self) -> Self:
+        """Remember the random weight of a new head, to tell it from a trained one."""
         weight = self.dist_head.weight.detach()
-        self._drawn = None if weight.is_meta else weight.cpu().clone()
+        self._random_weight = None if weight.is_meta else weight.cpu().clone()
         return self
 
     @classmethod
     def _has_own_head(cls, architectures: list[str] | None) -> bool:
-        """Whether a checkpoint of these classes, which transformers writes, has such a head."""
+        """Whether a checkpoint of these classes also holds the head of this class."""
         names = {base.__name__ for base in cls.__mro__}
         return not architectures or not names.isdisjoint(architectures)
 
     @classmethod
     def _with_new_head(cls, loaded: Any) -> Any:
-        """Return this model on a loaded `HarmonicModel`; with its report if there is one."""
-        found = loaded[0] if isinstance(loaded, tuple) else loaded
-        model = cls._assemble(found.config, found.backbone).eval()._mark_drawn()
+        """Put a new head on a loaded `HarmonicModel`, or on that of a pair with its report."""
+        body = loaded[0] if isinstance(loaded, tuple) else loaded
+        model = cls._from_backbone(body.config, body.backbone).eval()._remember_random_weight()
         logger.warning("dist_head: new in a %s: %s. Train it", cls.__name__, model.config.head)
         if not isinstance(loaded, tuple):
             return model
-        new = {f"dist_head.{key}" for key in model.dist_head.state_dict()}
-        return model, {**loaded[1], "missing_keys": loaded[1]["missing_keys"] | new}
+        report, new = loaded[1], {f"dist_head.{key}" for key in model.dist_head.state_dict()}
+        return model, {**report, "missing_keys": report["missing_keys"] | new}
 
     @staticmethod
     def num_classes(config: HarmonicConfig) -> int:
@@ -472,8 +477,8 @@ class HarmonicClassifier(HarmonicHeadModel):
             ValueError: Fewer than two labels, or one twice; the base has no such head over these
                 labels.
         """
-        is_number = len(labels) == 1 and (head or {}).get("name") == "linear"  # `has_free_labels`
-        if (len(labels) < 2 and not is_number) or len(set(labels)) < len(labels):
+        is_regression = len(labels) == 1 and (head or {}).get("name") == "linear"
+        if (len(labels) < 2 and not is_regression) or len(set(labels)) < len(labels):
             raise ValueError(f"labels: expected two or more different ones, got {list(labels)}")
         if init not in ("random", "base_head"):
             raise ValueError(f"init: expected 'random' or 'base_head', got {init!r}")
@@ -482,7 +487,7 @@ class HarmonicClassifier(HarmonicHeadModel):
                 f"init base_head: expected the labels of base {base.name} in their order, "
                 f"{base.labels}, got {list(labels)}. Its rows stand for those; use init random"
             )
-        model = cls._around(
+        model = cls._from_loaded_base(
             base,
             head,
             keep_head=init == "base_head",
@@ -490,7 +495,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             label2id={label: index for index, label in enumerate(labels)},
             pooling=pooling or base.pooling or "mean",
         )
-        return model._mark_drawn() if init == "random" else model
+        return model._remember_random_weight() if init == "random" else model
 
     @can_return_tuple
     def forward(
@@ -523,7 +528,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             `loss` with labels: in nats, a squared difference for numbers; `logits` `[B, V]` of
             texts or `[B, T, V]` of tokens.
         """
-        of_labels = self._take_label_options(kwargs)
+        label_options = self._take_label_options(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -537,12 +542,12 @@ class HarmonicClassifier(HarmonicHeadModel):
         logits = self._logits(states)
         loss = None
         if labels is not None and self.has_free_labels(labels):
-            weights = of_labels["label_weights"]
+            weights = label_options["label_weights"]
             loss = self._free_loss(logits, labels, weights, num_items_in_batch)
         elif labels is not None:
             is_column = labels.numel() == len(states) * states.shape[1]
             labels = labels.reshape(states.shape[:2]) if is_column else labels
-            loss = self._loss(states, labels, num_items_in_batch, **of_labels)
+            loss = self._loss(states, labels, num_items_in_batch, **label_options)
         return self._output_class(
             loss=loss,
             logits=logits,
@@ -551,9 +556,9 @@ class HarmonicClassifier(HarmonicHeadModel):
         )
 
     def has_free_labels(self, labels: Tensor) -> bool:
-        """Whether every logit is a prediction of its own, as transformers tells it.
+        """Whether labels are numbers, or a yes or no for each class, by transformers' rules.
 
-        It is then a number, or the odds of its own class; only a linear head has such logits.
+        Every logit is then a prediction of its own, which only a linear head gives.
         """
         problem, several = self.config.problem_type, self.num_classes(self.config) > 1
         if self.config.head["name"] != "linear" or problem == "single_label_classification":
@@ -567,7 +572,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         weights: Tensor | None,
         num_items_in_batch: Tensor | int | None,
     ) -> Tensor:
-        """Return the mean loss of logits `[..., V]`, each a number or the odds of its own class."""
+        """Return the mean loss of logits `[..., V]` that are numbers, or log odds of each class."""
         if labels.numel() != logits.numel():
             raise ValueError(
                 f"labels: expected one number for each of {list(logits.shape)}, "
@@ -575,7 +580,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             )
         problem, target = self.config.problem_type, labels.to(logits).reshape(logits.shape)
         is_number = problem == "regression" or (problem is None and logits.shape[-1] == 1)
-        # Saved, as transformers does: a pipeline goes by it.
+        # Kept in the configuration, as transformers does, for pipelines.
         self.config.problem_type = "regression" if is_number else "multi_label_classification"
         loss_fn = F.mse_loss if is_number else F.binary_cross_entropy_with_logits
         scored = target != IGNORE_INDEX
@@ -592,7 +597,7 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
     _output_class = SequenceClassifierOutput
 
     def attended(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-        """Return the given mask `[B, T]`, or of a decoder which tokens are no padding.
+        """Return the given mask `[B, T]`; without one, mask out the padding of a decoder's texts.
 
         Args:
             input_ids: `[B, T]`.

@@ -35,18 +35,18 @@ def scored_positions(labels: Tensor, *, num_classes: int, causal: bool = False) 
             code: elsewhere it would wait for the device or break the graph, and the lookup of the
             class fails.
     """
-    if labels.is_meta:  # they have no values; as many as there can be
+    if labels.is_meta:  # without values: as if every label were scored
         return torch.arange(labels.numel(), device="meta")
     scored = labels != IGNORE_INDEX
     if causal:
         scored[:, 0] = False
     positions = scored.flatten().nonzero().squeeze(-1)  # [N]
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        found = labels.flatten()[positions]
-        if torch.any((found < 0) | (found >= num_classes)):
+        classes = labels.flatten()[positions]
+        if torch.any((classes < 0) | (classes >= num_classes)):
             raise ValueError(
                 f"labels: expected values from 0 to {num_classes - 1} or {IGNORE_INDEX}, "
-                f"got {int(found.min())} to {int(found.max())}"
+                f"got {int(classes.min())} to {int(classes.max())}"
             )
     return positions
 
@@ -92,8 +92,8 @@ def mean_token_loss(
     if label_positions is None:
         label_positions = scored_positions(labels, num_classes=len(head.weight), causal=causal)
     labels = labels.flatten()[label_positions].long()  # [N]
-    seen_from = (label_positions - 1 if causal else label_positions).to(hidden_states.device)
-    hidden_states = hidden_states.flatten(0, 1).index_select(0, seen_from)  # [N, D]
+    state_positions = (label_positions - 1 if causal else label_positions).to(hidden_states.device)
+    hidden_states = hidden_states.flatten(0, 1).index_select(0, state_positions)  # [N, D]
     device = head.weight.device
     losses = loss_fn(head, hidden_states.to(device), labels.to(device))  # [N]
     if label_weights is not None:
@@ -106,18 +106,18 @@ def mean_token_loss(
     return total / max(num_items_in_batch, 1)
 
 
-def _check_labels(labels: Tensor, label_weights: Tensor | None, places: tuple[int, ...]) -> None:
-    """Refuse what is not one label, and one weight if there are any, for each place `[B, T]`."""
-    if labels.is_floating_point() or labels.shape != places:
+def _check_labels(labels: Tensor, label_weights: Tensor | None, shape: tuple[int, ...]) -> None:
+    """Refuse what is not one label, and one weight if there are any, for each position `[B, T]`."""
+    if labels.is_floating_point() or labels.shape != shape:
         raise ValueError(
-            f"labels: expected one class number for each of {list(places)}, got "
+            f"labels: expected one class number for each of {list(shape)}, got "
             f"{labels.dtype} of {list(labels.shape)}"
         )
     if label_weights is None:
         return
-    # Those of whole texts come as `[B]`, and places are `[B, 1]`.
-    if label_weights.shape[:1] != places[:1] or label_weights.numel() != labels.numel():
+    # Weights of whole texts come as `[B]`, and their labels are `[B, 1]`.
+    if label_weights.shape[:1] != shape[:1] or label_weights.numel() != labels.numel():
         raise ValueError(
-            f"label_weights: expected one for each of {list(places)}, "
+            f"label_weights: expected one for each of {list(shape)}, "
             f"got {list(label_weights.shape)}"
         )

@@ -20,7 +20,7 @@ RESUME_FILE = "trained_weights.safetensors"  # from which a run continues, and n
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # old ones have no owner
 COMMIT = re.compile(r"[0-9a-f]{40}")
 BACKBONE = "model.backbone."  # of parameter names
-# What says where and how to fetch files, as `from_pretrained` takes it.
+# The options of `from_pretrained` that say where and how to fetch files.
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 PLACE_OPTIONS = ("revision", "subfolder")
 
@@ -39,15 +39,15 @@ def check_not_partial(folder: str | os.PathLike) -> None:
 
 
 def hub_base(config: HarmonicConfig) -> str | None:
-    """Return the base's name on the Hub, None where training recorded no commit of it: a folder."""
+    """Return the base's name on the Hub; None for a folder, of which training records no commit."""
     base, revision = config.base_model or "", config.base_revision or ""
     return base if HUB_NAME.fullmatch(base) and COMMIT.fullmatch(revision) else None
 
 
 def complete_state_dict(
-    name: str, config: HarmonicConfig, where: dict[str, Any]
+    name: str, config: HarmonicConfig, fetch_options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """Return all weights of a partial checkpoint: the base's, under the trained ones.
+    """Return all weights of a partial checkpoint: the base's, with the trained ones in place.
 
     Raises:
         ValueError: The base cannot be fetched, or is not the model that was trained on.
@@ -56,13 +56,15 @@ def complete_state_dict(
     trained: dict[str, Tensor] = {}
     for file in (HEAD_FILE, BLOCKS_FILE):
         must_exist = file == HEAD_FILE
-        path = cached_file(name, file, _raise_exceptions_for_missing_entries=must_exist, **where)
+        path = cached_file(
+            name, file, _raise_exceptions_for_missing_entries=must_exist, **fetch_options
+        )
         if path is not None:
             trained |= load_state_dict(path)
     missing = sorted(set(config.trained_parameters or ()) - trained.keys())
     if missing:
         raise ValueError(f"{name}: expected weights of all trained parameters, got no {missing[0]}")
-    state_dict = base_state_dict(name, config, where)
+    state_dict = base_state_dict(name, config, fetch_options)
     for key, value in sorted(trained.items()):
         if key.startswith(BACKBONE) and (
             key not in state_dict or state_dict[key].shape != value.shape
@@ -74,8 +76,10 @@ def complete_state_dict(
     return state_dict | trained
 
 
-def base_state_dict(name: str, config: HarmonicConfig, where: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of the base that completes what is called `name`, by a model's names.
+def base_state_dict(
+    name: str, config: HarmonicConfig, fetch_options: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return the weights of the base of a partial checkpoint, called `name`, by a model's names.
 
     Raises:
         ValueError: The base cannot be fetched.
@@ -93,12 +97,12 @@ def base_state_dict(name: str, config: HarmonicConfig, where: dict[str, Any]) ->
             f"{os.path.abspath(base)!r} of this machine, which hides it. Load it from another "
             "current folder, or rename that one"
         )
-    if (base, config.base_revision) == (name, where["revision"]):
+    if (base, config.base_revision) == (name, fetch_options["revision"]):
         raise ValueError(
             f"{name}: expected another repo as base, got itself. Use a repo of the form `full`"
         )
     try:
-        hub = {key: where[key] for key in HUB_OPTIONS if key in where}
+        hub = {key: fetch_options[key] for key in HUB_OPTIONS if key in fetch_options}
         backbone = _load_base_of(base, config, {**hub, "revision": config.base_revision})
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
@@ -111,14 +115,16 @@ def base_state_dict(name: str, config: HarmonicConfig, where: dict[str, Any]) ->
     return {f"{BACKBONE}{key}": value for key, value in backbone.state_dict().items()}
 
 
-def _load_base_of(name: str, config: HarmonicConfig, where: dict[str, Any]) -> PreTrainedModel:
+def _load_base_of(
+    name: str, config: HarmonicConfig, fetch_options: dict[str, Any]
+) -> PreTrainedModel:
     """Load the backbone of a checkpoint's base in the precision that the run held it in."""
-    fields, _ = PreTrainedConfig.get_config_dict(name, **where)
+    fields, _ = PreTrainedConfig.get_config_dict(name, **fetch_options)
     base_config = config.text_config
     if fields.get("model_type") == "harmonic":
-        base_config = HarmonicConfig.from_pretrained(name, **where)
+        base_config = HarmonicConfig.from_pretrained(name, **fetch_options)
     # Not `config.dtype`: callers may ask for another one, to which all weights are cast afterwards.
     dtype = getattr(torch, config.base_dtype or "float32")
-    backbone = load_backbone(name, base_config, dtype=dtype, **where)
+    backbone = load_backbone(name, base_config, dtype=dtype, **fetch_options)
     cast_parameters_(backbone, dtype)
     return backbone
