@@ -43,7 +43,7 @@ def decoder_config(family: str, **own):
     sizes = dict(SIZES)
     if family == "gpt2":
         del sizes["num_key_value_heads"], sizes["intermediate_size"]
-    return CONFIG_MAPPING[family](**sizes, **OWN[family], **own)
+    return CONFIG_MAPPING[family](**{**sizes, **OWN.get(family, {}), **own})
 
 
 def save_decoder(family: str, folder: Path, **own) -> Path:

@@ -73,7 +73,9 @@ def complete_state_dict(
                 f"base {config.base_model}: expected a weight {key} of shape "
                 f"{list(value.shape)}, got none. It is not the model trained on"
             )
-    return state_dict | trained
+    # A weight that blocks share, as Zamba's do, is trained under its first name alone.
+    old = {state_dict[key].data_ptr() for key in trained.keys() & state_dict.keys()}
+    return {k: v for k, v in state_dict.items() if v.data_ptr() not in old} | trained
 
 
 def base_state_dict(

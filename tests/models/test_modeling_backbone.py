@@ -107,6 +107,19 @@ def test_a_decoder_generates_as_the_full_one_does(tmp_path, cache_repo):
     assert part.generation_config.repetition_penalty != 1.7
 
 
+def test_a_weight_that_blocks_share_is_completed_under_each_of_its_names(tmp_path, cache_repo):
+    options = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
+    cache_repo("me/base", save_decoder("zamba", tmp_path / "base", **options))
+    model = HarmonicForCausalLM.from_base("me/base")
+    shared = "layers.1.shared_transf.feed_forward.up_proj.weight"
+    model.config.trained_parameters = ["dist_head.weight", f"model.backbone.{shared}"]
+    with torch.no_grad():
+        model.model.backbone.get_parameter(shared).add_(1)
+    model.save_pretrained(tmp_path / "full")
+    write_partial(tmp_path / "full", tmp_path / "part")
+    assert_same(HarmonicForCausalLM.from_pretrained(tmp_path / "part"), model.eval())
+
+
 def test_the_backbone_alone_is_completed_too(make_pair):
     full, part = make_pair()
     expected, found = (HarmonicModel.from_pretrained(folder) for folder in (full, part))
