@@ -197,11 +197,11 @@ class Base(NamedTuple):
 
 
 def load_base(
-    name: str,
+    name: str | os.PathLike[str],
     revision: str | None,
     *,
     head_class: type[PreTrainedModel] | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     dropout: float | None,
     is_causal: bool = False,
 ) -> Base:
@@ -220,8 +220,10 @@ def load_base(
             otherwise than by bitsandbytes or torchao, or has no token embeddings; or a dtype that
             is none.
     """
+    name = os.fspath(name)
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype: expected a torch.dtype such as torch.bfloat16, got {dtype!r}")
+        raise ValueError(f"dtype: expected a dtype such as torch.bfloat16, got {dtype!r}")
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     is_ours = config.model_type == "harmonic"
     check_supported(name, config, is_causal=is_causal)

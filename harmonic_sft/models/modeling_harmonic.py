@@ -1,6 +1,7 @@
 """Harmonic models for every task: masked and next tokens, classes of texts and tokens, answers."""
 
 import copy
+import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
@@ -57,13 +58,13 @@ class HarmonicLanguageModel(HarmonicHeadModel):
     @classmethod
     def from_base(
         cls,
-        name: str,
+        name: str | os.PathLike[str],
         *,
         revision: str | None = None,
         head: dict[str, Any] | None = None,
         init: str = "input_embeddings",
         tie: bool = False,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         dropout: float | None = None,
     ) -> Self:
         """Put a new head on a pretrained model.
@@ -77,7 +78,7 @@ class HarmonicLanguageModel(HarmonicHeadModel):
                 `output_embeddings` the prototypes of the base's own head; `base_head` keeps all its
                 weights, if it is of the same name (`linear` on a published decoder).
             tie: Share the head's weight with the input embeddings.
-            dtype: The backbone's dtype; the head is float32.
+            dtype: The backbone's dtype, also by its name; the head is float32.
             dropout: Probability of every dropout of the backbone; default: the base's own.
 
         Raises:
@@ -427,14 +428,14 @@ class HarmonicClassifier(HarmonicHeadModel):
     @classmethod
     def from_base(
         cls,
-        name: str,
+        name: str | os.PathLike[str],
         *,
         labels: Sequence[str],
         revision: str | None = None,
         head: dict[str, Any] | None = None,
         init: str = "random",
         pooling: str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | str = torch.float32,
         dropout: float | None = None,
     ) -> Self:
         """Put a new head on a pretrained encoder.
@@ -450,7 +451,7 @@ class HarmonicClassifier(HarmonicHeadModel):
                 model. For class means call `dist_head.initialize_` with them.
             pooling: What stands for a whole text, see `HarmonicConfig`; default: `mean`, or what a
                 `base_head` was trained with.
-            dtype: The backbone's dtype; the head is float32.
+            dtype: The backbone's dtype, also by its name; the head is float32.
             dropout: Probability of every dropout of the backbone; default: the base's own.
 
         Raises:

@@ -232,10 +232,12 @@ class HarmonicTrainingArguments(TrainingArguments):
         }
 
     def _settle_types(self) -> None:
-        """Take numbers of NumPy, and what transformers writes into JSON."""
+        """Take numbers of NumPy, a dtype of PyTorch, and what transformers writes into JSON."""
         for one in fields(self):
             if isinstance(value := getattr(self, one.name), np.generic):
                 setattr(self, one.name, value.item())
+        if isinstance(self.dtype, torch.dtype):
+            self.dtype = str(self.dtype).removeprefix("torch.")
         if self.hub_token == "<HUB_TOKEN>":  # which stands there in its place
             self.hub_token = None
 

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -340,6 +341,14 @@ def test_prototypes_come_from_either_end(bases, tmp_path):
     model.save_pretrained(tmp_path)
     again = HarmonicForCausalLM.from_base(str(tmp_path), init="output_embeddings")
     torch.testing.assert_close(again.dist_head.prototypes, model.dist_head.prototypes)
+
+
+def test_a_base_is_a_relative_path_and_a_dtype_a_name(bases, tmp_path, monkeypatch):
+    monkeypatch.chdir(bases["llama"].parent)
+    model = HarmonicForCausalLM.from_base(Path("llama"), dtype="bfloat16")
+    assert (model.dtype, model.dist_head.weight.dtype) == (torch.bfloat16, torch.float32)
+    model.save_pretrained(tmp_path)
+    assert HarmonicForCausalLM.from_pretrained(tmp_path).config.base_model == "llama"
 
 
 def test_the_old_head_stays_with_base_head(bases):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 from accelerate import ParallelismConfig
 from transformers import HfArgumentParser
 
@@ -46,6 +47,11 @@ def test_a_number_holds_the_exponent_and_nothing_anneals_it(given, start, end):
     assert (h_exp.start, h_exp.end) == (start, end)
     linear = config_of(head="linear")
     assert (linear.h_exp, linear.loss.name) == (None, "cross_entropy")
+
+
+def test_a_dtype_of_pytorch_is_taken_as_by_its_name():
+    assert arguments_with(dtype=torch.bfloat16) == arguments_with(dtype="bfloat16")
+    assert config_of(dtype=torch.bfloat16).model.dtype == "bfloat16"
 
 
 def test_sections_take_what_the_yaml_file_takes():
