@@ -74,7 +74,7 @@ def complete_state_dict(
                 f"{list(value.shape)}, got none. It is not the model trained on"
             )
     # A weight that blocks share, as Zamba's do, is trained under its first name alone.
-    old = {state_dict[key].data_ptr() for key in trained.keys() & state_dict.keys()}
+    old = {state_dict[key].data_ptr() for key in trained.keys() & state_dict.keys()} - {0}
     return {k: v for k, v in state_dict.items() if v.data_ptr() not in old} | trained
 
 
