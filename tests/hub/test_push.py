@@ -166,7 +166,10 @@ def test_a_branch_is_made_and_main_stays(hub, client, pushed):
         ({"method": "POST", "path_part": "/commit/", "status": 429}, "limits how often"),
         ({"method": "POST", "path_part": "/commit/", "status": 500}, r"Hub has a problem \(HTTP 5"),
         ({"method": "POST", "path_part": "/commit/", "status": None}, "connection failed"),
-        ({"method": "POST", "path_part": "/preupload/", "status": 401}, "Log in with"),
+        (
+            {"method": "POST", "path_part": "/preupload/", "status": 401},
+            "The token is not valid. Run .hf auth login",
+        ),
         ({"method": "PUT", "path_part": "", "status": None}, "connection failed"),
         ({"method": "POST", "path_part": "/api/validate-yaml", "status": 400}, "HTTP 400"),
     ],
