@@ -61,7 +61,10 @@ class Softmax:
             gradients[name][:, columns] if name in gradients else None
             for name in ("hidden_states", "prototypes")
         )
-        wants_hidden = self.hidden_gradient is not None
+        wanted: dict[str, Any] = {
+            "wants_hidden": self.hidden_gradient is not None,
+            "prototype_gradient": prototype_gradient,
+        }
         self.bias_gradient = gradients.get("class_bias")
         self.point_products: GradientProducts | None = None
         moved = gradients.get("second_weight")
@@ -73,23 +76,11 @@ class Softmax:
             from harmonic_sft.ops.triton_tiles import TritonTiles  # not on every system
 
             self.tiles: TorchTiles | TritonTiles = TritonTiles(
-                arguments,
-                self.geometry,
-                stage.h_exp,
-                self.hidden_states,
-                wants_hidden=wants_hidden,
-                prototype_gradient=prototype_gradient,
+                arguments, self.geometry, stage.h_exp, self.hidden_states, **wanted
             )
         else:
-            products = GradientProducts(
-                self.geometry,
-                workers,
-                wants_hidden=wants_hidden,
-                prototype_gradient=prototype_gradient,
-            )
-            self.tiles = TorchTiles(
-                arguments, self.geometry, stage, products, self.point_products, workers
-            )
+            products = GradientProducts(self.geometry, workers, **wanted)
+            self.tiles = TorchTiles(arguments, stage, products, self.point_products)
 
     def place(self, tokens: slice) -> Chunk:
         """Return a chunk of tokens with their labels."""

@@ -19,8 +19,8 @@ COMPLETED_ELEMENTS = 3 * 2**17  # of prototypes at once: 1.5 MB, which stays in 
 class Geometry:
     """How raw hidden states and prototypes enter the matrix products of one call.
 
-    The squared distance of hidden state i and prototype j is the sum of a term of the row, one of
-    the column, and a product: `row_term_i + column_term_j - 2 * scale_j * <x_i, tile_j>`.
+    The squared distance of hidden state x_i and prototype j, with t_j of `tile` and s_j of `scale`,
+    is `row_terms_i + column_terms_j - 2 * s_j * <x_i, t_j>`.
 
     Args:
         kind: "linear", "euclidean" or "sphere".
@@ -182,12 +182,10 @@ class GradientProducts:
         geometry: How the prototypes `[V, D]` are compared.
         workers: Share the tiles.
         wants_hidden: Whether the hidden states get a gradient.
-        prototype_gradient: `[V, D]`, where that of the prototypes is accumulated; None if nobody
-            wants it.
+        prototype_gradient: `[V, D]`, where it is accumulated; None if nobody wants it.
 
     Attributes:
-        column_sums: `[V]`, sums of the coefficients over all tokens so far, which `complete` needs;
-            None where they drop out.
+        column_sums: `[V]`, sums of the coefficients over the tokens so far; None if they drop out.
     """
 
     def __init__(
@@ -237,14 +235,11 @@ class GradientProducts:
         return total
 
     def add_pairs(self, classes: Tensor, coefficients: Tensor) -> Tensor:
-        """Add one pair of every token, by direct difference; return what the hidden states get.
+        """Add one pair of every token by difference; return the hidden states' part `[T, D]`.
 
         Args:
             classes: `[T]`.
             coefficients: `[T]`, 0 where there is no pair.
-
-        Returns:
-            `[T, D]`.
         """
         vectors, coefficients = self.geometry.place_prototypes(classes), coefficients.unsqueeze(1)
         if self.geometry.linear:

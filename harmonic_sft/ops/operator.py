@@ -41,9 +41,9 @@ def is_uniform(upstream: Tensor) -> bool:
 
 
 def factors_for(gradients: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Return the one value of uniform gradients `[N]`, for each of `gradients` with its axes.
+    """Return the one value of uniform gradients `[N]` for each gradient, with its axes.
 
-    A factor without axes would be rounded to the dtype of a 16-bit gradient before the product.
+    PyTorch rounds a factor without axes to the dtype of a 16-bit gradient first.
     """
     factor = upstream[:1].sum()  # 0 without tokens
     return [factor.reshape([1] * gradient.dim()) for gradient in gradients]

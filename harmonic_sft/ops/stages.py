@@ -95,7 +95,7 @@ class CrossEntropyStage:
             loss = loss + self.z_loss * self.normalizer(chunk).square()
         return loss
 
-    def set_factors(self, chunks: list[Chunk], token_weights: Tensor) -> None:
+    def set_factors(self, chunks: list[Chunk], weights: Tensor) -> None:
         """Write the factors of the gradients, for tokens of these weights `[T]`."""
         (chunk,) = chunks
         target = (1 - self.smoothing) * self.target[chunk.tokens]
@@ -107,9 +107,9 @@ class CrossEntropyStage:
             if self.z_loss:
                 extra += 2 * self.z_loss * self.normalizer(chunk).unsqueeze(1)
             mass, rest = mass + extra, rest + extra
-        factor = token_weights.unsqueeze(1)
+        factor = weights.unsqueeze(1)
         chunk.mass, chunk.target = (mass * factor).squeeze(1), target * factor
-        chunk.rest, chunk.floor = rest * factor, token_weights * (self.smoothing / self.num_classes)
+        chunk.rest, chunk.floor = rest * factor, weights * (self.smoothing / self.num_classes)
 
     def slopes(self, chunk: Chunk) -> Tensor:
         """Return dL/dlogit `[T, S]` of the pairs, 0 where there is none, without the floor."""
@@ -121,7 +121,7 @@ class CrossEntropyStage:
             slopes += chunk.second.unsqueeze(1) * self.second_of_pairs(chunk)
         return slopes.masked_fill_(chunk.absent, 0)
 
-    def exponent_slopes(self, chunk: Chunk, slopes: Tensor, token_weights: Tensor) -> Tensor:
+    def exponent_slopes(self, chunk: Chunk, slopes: Tensor, weights: Tensor) -> Tensor:
         """Return dL/dh_exp `[T]` of distances, from the pairs' `slopes` `[T, S]`."""
         weighted, logs = chunk.log_moments(self.h_exp)
         shares = torch.exp(chunk.log_scale - chunk.log_normalizer)
@@ -134,7 +134,7 @@ class CrossEntropyStage:
         slope += ((slopes - chunk.floor.unsqueeze(1)) * chunk.logs).sum(1)
         if self.z_loss:  # the slopes sum to 0 but for it, so that elsewhere the unit drops out
             unit = chunk.unit.squeeze(1).log()
-            slope += 2 * self.z_loss * self.normalizer(chunk) * token_weights * unit
+            slope += 2 * self.z_loss * self.normalizer(chunk) * weights * unit
         return slope
 
 
@@ -150,14 +150,13 @@ class MixtureStage(CrossEntropyStage):
         """Return the loss of each token `[T]`, before its weight."""
         return mixture_nll(torch.stack([-chunk.log_probs.squeeze(1) for chunk in chunks]))
 
-    def set_factors(self, chunks: list[Chunk], token_weights: Tensor) -> None:
+    def set_factors(self, chunks: list[Chunk], weights: Tensor) -> None:
         """Write the factors of the gradients, for tokens of these weights `[T]`."""
         log_probs = torch.stack([chunk.log_probs.squeeze(1) for chunk in chunks])
         for chunk, share in zip(chunks, log_probs.softmax(0), strict=True):
-            chunk.mass = share * token_weights
+            chunk.mass = share * weights
             chunk.target = chunk.mass.unsqueeze(1)
-            chunk.rest = torch.zeros_like(chunk.target)
-            chunk.floor = torch.zeros_like(token_weights)
+            chunk.rest, chunk.floor = torch.zeros_like(chunk.target), torch.zeros_like(weights)
 
 
 class DistillationStage(CrossEntropyStage):
@@ -211,14 +210,13 @@ class DistillationStage(CrossEntropyStage):
             logits = logits + self.bias[known].to(dtype)
         return (logits - chunk.saved.unsqueeze(1)).exp().masked_fill_(chunk.absent, 0)
 
-    def set_factors(self, chunks: list[Chunk], token_weights: Tensor) -> None:
+    def set_factors(self, chunks: list[Chunk], weights: Tensor) -> None:
         """Write the factors of the gradients, for tokens of these weights `[T]`."""
         (chunk,) = chunks
-        chunk.mass = (self.label_factor + self.second_factor) * token_weights
-        chunk.target = (self.label_factor * token_weights).unsqueeze(1)
-        chunk.rest = (self.second_factor * token_weights).unsqueeze(1)
-        chunk.floor = torch.zeros_like(token_weights)
-        chunk.second = -self.second_factor * token_weights
+        chunk.mass = (self.label_factor + self.second_factor) * weights
+        chunk.target = (self.label_factor * weights).unsqueeze(1)
+        chunk.rest = (self.second_factor * weights).unsqueeze(1)
+        chunk.floor, chunk.second = torch.zeros_like(weights), -self.second_factor * weights
 
 
 class TransportStage(CrossEntropyStage):
@@ -273,14 +271,13 @@ class TransportStage(CrossEntropyStage):
         ]
         return probs * torch.stack(costs, 1)
 
-    def set_factors(self, chunks: list[Chunk], token_weights: Tensor) -> None:
+    def set_factors(self, chunks: list[Chunk], weights: Tensor) -> None:
         """Write the factors of the gradients, for tokens of these weights `[T]`."""
         (chunk,) = chunks
-        chunk.mass = (self.label_factor - self.second_factor * chunk.saved) * token_weights
-        chunk.target = (self.label_factor * token_weights).unsqueeze(1)
-        chunk.rest = -(self.second_factor * chunk.saved * token_weights).unsqueeze(1)
-        chunk.floor = torch.zeros_like(token_weights)
-        chunk.second = self.second_factor * token_weights
+        chunk.mass = (self.label_factor - self.second_factor * chunk.saved) * weights
+        chunk.target = (self.label_factor * weights).unsqueeze(1)
+        chunk.rest = -(self.second_factor * chunk.saved * weights).unsqueeze(1)
+        chunk.floor, chunk.second = torch.zeros_like(weights), self.second_factor * weights
 
 
 STAGES = {

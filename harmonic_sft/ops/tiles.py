@@ -9,9 +9,8 @@ from torch import Tensor
 
 from harmonic_sft.ops.arguments import Arguments
 from harmonic_sft.ops.chunk import Chunk
-from harmonic_sft.ops.geometry import Geometry, GradientProducts
+from harmonic_sft.ops.geometry import GradientProducts
 from harmonic_sft.ops.stages import LOG2_E, CrossEntropyStage
-from harmonic_sft.ops.workers import Workers
 
 # Small tiles stay in the cache of a core; an accelerator wants large ones.
 CPU_WIDTH, DEVICE_WIDTH = 768, 8192
@@ -38,24 +37,22 @@ class TorchTiles:
 
     Args:
         arguments: The arguments of the call.
-        geometry: How the prototypes `[V, D]` of this softmax are compared.
         stage: The loss's row-wise stage.
-        products: Takes the gradients of hidden states and prototypes.
+        products: Takes the gradients of hidden states and prototypes, and has their geometry.
         point_products: Takes the gradient of the points of a transport, or None.
-        workers: Share the tiles.
     """
 
     def __init__(
         self,
         arguments: Arguments,
-        geometry: Geometry,
         stage: CrossEntropyStage,
         products: GradientProducts,
         point_products: GradientProducts | None,
-        workers: Workers,
     ):
-        self.geometry, self.stage, self.h_exp = geometry, stage, stage.h_exp
-        self.products, self.point_products, self.workers = products, point_products, workers
+        self.stage, self.h_exp = stage, stage.h_exp
+        self.products, self.point_products = products, point_products
+        self.workers, self.geometry = products.workers, products.geometry
+        geometry = products.geometry
         self.smoothed = arguments.label_smoothing > 0
         self.learns_bias = arguments.needs_gradient("class_bias")
         bias = arguments.class_bias
