@@ -60,7 +60,6 @@ QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
 # make sure that it does nothing else.
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 SOFTCAP = "final_logit_softcapping"
-TRIAL_TOKENS = 8  # of each row that `_check_decoder` runs
 # transformers 5.24 renamed what a decoder takes and returns.
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 
@@ -230,14 +229,14 @@ def load_base(
     _check_kind(name, config, is_causal=is_causal)
     if dropout is not None:
         set_dropout_(config.get_text_config(), dropout)
-    # transformers would cast only some weights of a quantized model: `_checked_base` casts them.
+    # transformers would cast only some weights of a quantized model: `_as_base` casts them.
     loaded_dtype = dtype if quantization_method(config) is None else "auto"
     options: dict[str, Any] = {"config": config, "revision": revision, "dtype": loaded_dtype}
     architecture = None if head_class is None else head_class.__name__
     if is_ours and architecture in (config.architectures or []):
         model = load_checked(head_class, name, **options)
         generation_config = model.generation_config if is_causal else None
-        base = _checked_base(name, model.model.backbone, dtype, model.dist_head, generation_config)
+        base = _as_base(name, model.model.backbone, dtype, model.dist_head, generation_config)
     elif config.model_type == "neobert" and architecture == "HarmonicForMaskedLM":
         model = load_checked(NeoBERTForMaskedLM, name, **options)
         base = base_of(model, dtype=dtype, is_causal=False, name=name)
@@ -245,7 +244,7 @@ def load_base(
         model = load_checked(AutoModelForCausalLM, name, **options)
         base = base_of(model, dtype=dtype, is_causal=True, name=name)
     else:
-        base = _checked_base(name, load_backbone(name, **options), dtype)
+        base = _as_base(name, load_backbone(name, **options), dtype)
     origin = {
         **base.origin,
         "base_model": Path(name).name if os.path.isabs(name) else name,
@@ -292,9 +291,7 @@ def base_of(
     elif isinstance(model, NeoBERTForMaskedLM):
         head = LinearHead(model.config.hidden_size, model.config.vocab_size)
         head.load_state_dict(model.get_submodule("decoder").state_dict())
-    return _checked_base(
-        name, cast("PreTrainedModel", model.base_model), dtype, head, generation_config
-    )
+    return _as_base(name, cast("PreTrainedModel", model.base_model), dtype, head, generation_config)
 
 
 def random_base(
@@ -313,17 +310,17 @@ def random_base(
     vars(config).pop("quantization_config", None)
     if dropout is not None:
         set_dropout_(config, dropout)
-    return _checked_base(name, build_backbone(config), dtype)
+    return _as_base(name, build_backbone(config), dtype)
 
 
-def _checked_base(
+def _as_base(
     name: str,
     backbone: PreTrainedModel,
     dtype: torch.dtype,
     head: Head | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> Base:
-    """Check and cast a backbone, and drop its local path, which must not be published."""
+    """Check and cast a backbone, and drop its local path, which nobody may publish."""
     check_embeddings(name, backbone)
     cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
     backbone.config.name_or_path = ""
@@ -367,7 +364,7 @@ def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
 
 
 def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
-    """Refuse a base that is not a model of text in transformers, or is quantized in another way.
+    """Refuse a base that is no text model of transformers, or is quantized in a way we cannot save.
 
     Args:
         name: The base's name.
@@ -456,10 +453,8 @@ def old_head(model: PreTrainedModel) -> LinearHead:
 def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -> None:
     """Refuse a decoder that sees later tokens, or whose body and head predict otherwise than it."""
     model.eval()
-    vocab_size = model.config.vocab_size
-    rows = (
-        torch.arange(2 * TRIAL_TOKENS, device=model.device).view(2, TRIAL_TOKENS) * 7 % vocab_size
-    )
+    num_tokens, vocab_size = 8, model.config.vocab_size
+    rows = torch.arange(2 * num_tokens, device=model.device).view(2, num_tokens) * 7 % vocab_size
     rows[1, :-1] = rows[0, :-1]  # they differ in the last token only
     outputs = model.base_model(input_ids=rows, use_cache=True)  # whatever its configuration says
     kind = type(model).__name__
@@ -491,8 +486,7 @@ def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -
 
 def _differ(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """Whether two tensors differ by more than this share of the expected one's norm."""
-    found, expected = found.float(), expected.float()
-    return bool(torch.dist(found, expected) > tolerance * expected.norm())
+    return bool(torch.dist(found.float(), expected.float()) > tolerance * expected.float().norm())
 
 
 def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -109,10 +109,10 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         check_not_partial(folder)
         partial_files = [Path(folder, file) for file in (HEAD_FILE, BLOCKS_FILE)]
         check_whole([*Path(folder).glob("model*.safetensors"), *partial_files])
-        fetch_options = {k: v for k, v in kwargs.items() if k in (*HUB_OPTIONS, *PLACE_OPTIONS)}
+        hub = {k: v for k, v in kwargs.items() if k in (*HUB_OPTIONS, *PLACE_OPTIONS)}
         fields = config.to_dict() if isinstance(config, PreTrainedConfig) else None
         if fields is None:
-            fields, _ = PreTrainedConfig.get_config_dict(config or name, **fetch_options)
+            fields, _ = PreTrainedConfig.get_config_dict(config or name, **hub)
         if (kind := fields.get("model_type")) != "harmonic":
             raise ValueError(
                 f"{name}: expected one of our models, got one of type {kind!r}. Put a head on it "
@@ -125,9 +125,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             # The inner call would put the adapter on a model that has no head or no name yet.
             adapter_options = dict(kwargs.pop("adapter_kwargs", None) or {})
             if has_head:
-                loaded = cls._from_partial(
-                    str(name), fetch_options, *model_args, config=config, **kwargs
-                )
+                loaded = cls._from_partial(str(name), hub, *model_args, config=config, **kwargs)
             else:
                 bare = HarmonicModel.from_pretrained(name, *model_args, config=config, **kwargs)
                 loaded = cls._with_new_head(bare)
@@ -172,17 +170,16 @@ class HarmonicPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _from_partial(
-        cls, name: str, fetch_options: dict[str, Any], *model_args: Any, config: Any, **kwargs: Any
+        cls, name: str, hub: dict[str, Any], *model_args: Any, config: Any, **kwargs: Any
     ) -> Any:
         """Load a checkpoint that holds only what was trained, and the rest from its base."""
         # All files have to be of one commit, and a branch may move on between two of them.
-        revision = commit_of(name, **fetch_options) or fetch_options.get("revision")
-        fetch_options = {**fetch_options, "revision": revision}
-        rest = {k: v for k, v in kwargs.items() if k not in (*fetch_options, "state_dict")}
+        hub = {**hub, "revision": commit_of(name, **hub) or hub.get("revision")}
+        rest = {k: v for k, v in kwargs.items() if k not in (*hub, "state_dict")}
         if not isinstance(config, PreTrainedConfig):
-            options: dict[str, Any] = {**fetch_options, **rest, "return_unused_kwargs": True}
+            options: dict[str, Any] = {**hub, **rest, "return_unused_kwargs": True}
             config, rest = HarmonicConfig.from_pretrained(config or name, **options)
-        state_dict = complete_state_dict(name, config, fetch_options)
+        state_dict = complete_state_dict(name, config, hub)
         loaded = cls.from_pretrained(
             None, *model_args, config=config, state_dict=state_dict, **rest
         )
@@ -190,7 +187,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         model.config.partial = False  # saved again, it is a whole checkpoint
         if model.can_generate():
             with suppress(OSError):  # there is none
-                model.generation_config = GenerationConfig.from_pretrained(name, **fetch_options)
+                model.generation_config = GenerationConfig.from_pretrained(name, **hub)
         model.config.name_or_path = model.name_or_path = name
         return loaded
 

@@ -182,7 +182,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
-        label_options = self._take_label_options(kwargs)
+        options = self._take_label_options(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -194,7 +194,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         hidden_states = outputs.last_hidden_state  # [B, T, D]
         needs_logits = self._needs_logits(labels, output_logits)
         return MaskedLMOutput(
-            loss=self._loss(hidden_states, labels, num_items_in_batch, **label_options),
+            loss=self._loss(hidden_states, labels, num_items_in_batch, **options),
             logits=self._logits(hidden_states) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -289,13 +289,10 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
         """
-        shift_labels, label_options = (
-            kwargs.pop("shift_labels", None),
-            self._take_label_options(kwargs),
-        )
+        shift_labels, options = kwargs.pop("shift_labels", None), self._take_label_options(kwargs)
         causal = shift_labels is None  # else position t predicts label t
         if not causal:
-            labels, label_options["label_positions"] = shift_labels, None  # they were of `labels`
+            labels, options["label_positions"] = shift_labels, None  # they were of `labels`
         has_cache = cache is not None or past_key_values is not None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and labels is None
@@ -317,9 +314,7 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         needs_logits = self._needs_logits(labels, output_logits)
         return CausalLMOutputWithPast(
-            loss=self._loss(
-                hidden_states, labels, num_items_in_batch, causal=causal, **label_options
-            ),
+            loss=self._loss(hidden_states, labels, num_items_in_batch, causal=causal, **options),
             logits=self._logits(hidden_states[:, kept]) if needs_logits else None,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -529,7 +524,7 @@ class HarmonicClassifier(HarmonicHeadModel):
             `loss` with labels: in nats, a squared difference for numbers; `logits` `[B, V]` of
             texts or `[B, T, V]` of tokens.
         """
-        label_options = self._take_label_options(kwargs)
+        options = self._take_label_options(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -543,12 +538,12 @@ class HarmonicClassifier(HarmonicHeadModel):
         logits = self._logits(states)
         loss = None
         if labels is not None and self.has_free_labels(labels):
-            weights = label_options["label_weights"]
+            weights = options["label_weights"]
             loss = self._free_loss(logits, labels, weights, num_items_in_batch)
         elif labels is not None:
             is_column = labels.numel() == len(states) * states.shape[1]
             labels = labels.reshape(states.shape[:2]) if is_column else labels
-            loss = self._loss(states, labels, num_items_in_batch, **label_options)
+            loss = self._loss(states, labels, num_items_in_batch, **options)
         return self._output_class(
             loss=loss,
             logits=logits,

@@ -45,7 +45,7 @@ def hub_base(config: HarmonicConfig) -> str | None:
 
 
 def complete_state_dict(
-    name: str, config: HarmonicConfig, fetch_options: dict[str, Any]
+    name: str, config: HarmonicConfig, hub: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Return all weights of a partial checkpoint: the base's, with the trained ones in place.
 
@@ -56,15 +56,13 @@ def complete_state_dict(
     trained: dict[str, Tensor] = {}
     for file in (HEAD_FILE, BLOCKS_FILE):
         must_exist = file == HEAD_FILE
-        path = cached_file(
-            name, file, _raise_exceptions_for_missing_entries=must_exist, **fetch_options
-        )
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=must_exist, **hub)
         if path is not None:
             trained |= load_state_dict(path)
     missing = sorted(set(config.trained_parameters or ()) - trained.keys())
     if missing:
         raise ValueError(f"{name}: expected weights of all trained parameters, got no {missing[0]}")
-    state_dict = base_state_dict(name, config, fetch_options)
+    state_dict = base_state_dict(name, config, hub)
     for key, value in sorted(trained.items()):
         if key.startswith(BACKBONE) and (
             key not in state_dict or state_dict[key].shape != value.shape
@@ -78,9 +76,7 @@ def complete_state_dict(
     return {k: v for k, v in state_dict.items() if v.data_ptr() not in old} | trained
 
 
-def base_state_dict(
-    name: str, config: HarmonicConfig, fetch_options: dict[str, Any]
-) -> dict[str, Tensor]:
+def base_state_dict(name: str, config: HarmonicConfig, hub: dict[str, Any]) -> dict[str, Tensor]:
     """Return the weights of the base of a partial checkpoint, called `name`, by a model's names.
 
     Raises:
@@ -99,13 +95,13 @@ def base_state_dict(
             f"{os.path.abspath(base)!r} of this machine, which hides it. Load it from another "
             "current folder, or rename that one"
         )
-    if (base, config.base_revision) == (name, fetch_options["revision"]):
+    if (base, config.base_revision) == (name, hub["revision"]):
         raise ValueError(
             f"{name}: expected another repo as base, got itself. Use a repo of the form `full`"
         )
     try:
-        hub = {key: fetch_options[key] for key in HUB_OPTIONS if key in fetch_options}
-        backbone = _load_base_of(base, config, {**hub, "revision": config.base_revision})
+        options = {key: hub[key] for key in HUB_OPTIONS if key in hub}
+        backbone = _load_base_of(base, config, {**options, "revision": config.base_revision})
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         hint = " Check the network and your access to the base, or use a repo of the form `full`"
@@ -117,16 +113,14 @@ def base_state_dict(
     return {f"{BACKBONE}{key}": value for key, value in backbone.state_dict().items()}
 
 
-def _load_base_of(
-    name: str, config: HarmonicConfig, fetch_options: dict[str, Any]
-) -> PreTrainedModel:
+def _load_base_of(name: str, config: HarmonicConfig, hub: dict[str, Any]) -> PreTrainedModel:
     """Load the backbone of a checkpoint's base in the precision that the run held it in."""
-    fields, _ = PreTrainedConfig.get_config_dict(name, **fetch_options)
+    fields, _ = PreTrainedConfig.get_config_dict(name, **hub)
     base_config = config.text_config
     if fields.get("model_type") == "harmonic":
-        base_config = HarmonicConfig.from_pretrained(name, **fetch_options)
+        base_config = HarmonicConfig.from_pretrained(name, **hub)
     # Not `config.dtype`: callers may ask for another one, to which all weights are cast afterwards.
     dtype = getattr(torch, config.base_dtype or "float32")
-    backbone = load_backbone(name, base_config, dtype=dtype, **fetch_options)
+    backbone = load_backbone(name, base_config, dtype=dtype, **hub)
     cast_parameters_(backbone, dtype)
     return backbone
