@@ -21,14 +21,14 @@ class Encoded(NamedTuple):
     scored: list[bool]  # which tokens may be predicted
     word_ids: list[int]  # tokens of a word share a number; -1 is no word; empty unless asked for
     labels: list[str | None]  # the label of a piece, at its first token; empty of `input_ids`
-    begins: bool = False  # whether it began with the tokens that stand before every row
+    had_prefix: bool = False  # whether it brought the special tokens before a row along
 
 
 class Piece(NamedTuple):
     """A part of a document that is tokenized on its own."""
 
     text: str
-    spells: bool  # whether a special token in the text is a token (else it is text)
+    parses_special: bool  # whether `[MASK]` in the text is the special token, not six characters
     scored: bool | list[tuple[int, int]]  # the whole piece, or spans of its characters
     label: str | None = None
 
@@ -74,23 +74,23 @@ def encode_pieces(
     Raises:
         ValueError: The tokenizer does not know the places of its tokens.
     """
-    pieces = [one for draft in documents if not isinstance(draft, Encoded) for one in draft]
-    offsets = any(not isinstance(piece.scored, bool) for piece in pieces)
-    if (offsets or word_ids) and not tokenizer.is_fast:
+    pieces = [piece for draft in documents if not isinstance(draft, Encoded) for piece in draft]
+    needs_offsets = any(not isinstance(piece.scored, bool) for piece in pieces)
+    if (needs_offsets or word_ids) and not tokenizer.is_fast:
         raise ValueError(
             "tokenizer: expected a fast tokenizer for masks of turns or whole words, "
             f"got {type(tokenizer).__name__}. Use one that has a tokenizer.json."
         )
-    found: dict[tuple[str, bool], Tokens] = {}
-    for spells in (False, True):
-        texts = dict.fromkeys(one.text for one in pieces if one.spells == spells)
+    tokens_of: dict[tuple[str, bool], Tokens] = {}
+    for special in (False, True):
+        texts = dict.fromkeys(piece.text for piece in pieces if piece.parses_special == special)
         for group in batches_of(texts, len, size=BATCH_CHARACTERS, count=BATCH_TEXTS):
-            tokens = _tokenize(group, tokenizer, spells, offsets=offsets, word_ids=word_ids)
-            found |= {(text, spells): entry for text, entry in zip(group, tokens, strict=True)}
+            tokens = _tokenize(group, tokenizer, special, offsets=needs_offsets, word_ids=word_ids)
+            tokens_of |= {(text, special): entry for text, entry in zip(group, tokens, strict=True)}
     return [
         document
         if isinstance(document, Encoded)
-        else _join([(found[one.text, one.spells], one) for one in document], list(prefix))
+        else _join([(tokens_of[p.text, p.parses_special], p) for p in document], list(prefix))
         for document in documents
     ]
 
@@ -114,7 +114,7 @@ def batches_of(
 def _tokenize(
     texts: list[str],
     tokenizer: PreTrainedTokenizerBase,
-    spells: bool,
+    parses_special: bool,
     *,
     offsets: bool,
     word_ids: bool,
@@ -123,19 +123,19 @@ def _tokenize(
         texts,
         add_special_tokens=False,
         # Slow ones would split their ordinary added tokens too, which may be all they have.
-        split_special_tokens=not spells and tokenizer.is_fast,
+        split_special_tokens=not parses_special and tokenizer.is_fast,
         return_attention_mask=False,
         return_token_type_ids=False,
         return_offsets_mapping=offsets,
         verbose=False,  # no warning about documents longer than the model
     )
-    # Only a special token that was spelled is no word; an unknown word is one.
-    marks = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id} if spells else set()
+    # A special token in the text is no word, but the unknown token stands for one.
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id} if parses_special else set()
     for index, input_ids in enumerate(encoded["input_ids"]):
         places = np.asarray(encoded["offset_mapping"][index]).reshape(-1, 2) if offsets else None
         words = encoded.word_ids(index) if word_ids else []
         numbers = [
-            -1 if word is None or token in marks else word
+            -1 if word is None or token in special else word
             for token, word in zip(input_ids, words, strict=False)
         ]
         yield list(input_ids), places, numbers
@@ -159,7 +159,7 @@ def _join(parts: Sequence[tuple[Tokens, Piece]], prefix: list[int]) -> Encoded:
         labels += [piece.label, *[None] * len(tokens)][: len(tokens)]
     start = len(prefix) if input_ids[: len(prefix)] == prefix else 0
     return Encoded(
-        input_ids[start:], scored[start:], word_ids[start:], labels[start:], begins=start > 0
+        input_ids[start:], scored[start:], word_ids[start:], labels[start:], had_prefix=start > 0
     )
 
 

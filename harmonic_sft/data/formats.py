@@ -98,7 +98,7 @@ class Draft(NamedTuple):
 
     content: list[Piece] | Encoded
     text: str  # all that it says; of `input_ids` the numbers
-    own: str  # what of it is no prompt, no template and no one else's turn
+    own: str  # the part of the text that is no prompt, no template and no one else's turn
 
 
 @dataclass(kw_only=True)
@@ -183,20 +183,20 @@ class Reader:
         is_read = self.label_column is not None
         labels = row.get(self.label_column) if is_read else [IGNORE_INDEX] * len(words)
         if not _is_list(labels) or len(labels) != len(words):
-            found = len(labels) if _is_list(labels) else type(labels).__name__
-            raise BadRow(f"expected a label for each of {len(words)} words, got {found}")
+            got = len(labels) if _is_list(labels) else type(labels).__name__
+            raise BadRow(f"expected a label for each of {len(words)} words, got {got}")
         pieces = []
         for word, label in zip(words, labels, strict=True):
             name = None if label == IGNORE_INDEX else _label(label, self.class_names)
             pieces.append(Piece(self._gap * bool(pieces) + word, True, True, name))
         if is_read and all(piece.label is None for piece in pieces):
-            found = f"{IGNORE_INDEX} for all"
-            raise BadRow(f"expected a label for one of {len(words)} words, got {found}")
+            expected = f"a label for one of {len(words)} words"
+            raise BadRow(f"expected {expected}, got {IGNORE_INDEX} for all")
         text = " ".join(words)
         return Draft(pieces, text, text)
 
     def _conversation(self, row: Mapping[str, Any]) -> Draft:
-        conversation = _conversation(row, self.row_format)
+        conversation = _read_conversation(row, self.row_format)
         bodies = [plain_body(message) for message in conversation.messages]
         first = conversation.completion or 0
         answers = [
@@ -213,13 +213,13 @@ class Reader:
             outside = input_ids[(input_ids < 0) | (input_ids > largest)]
             if len(outside):
                 raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
-        seen = np.ones(len(input_ids), dtype=bool)  # what is no padding
+        is_token = np.ones(len(input_ids), dtype=bool)  # and not padding
         if row.get("attention_mask") is not None:
-            seen = _integers(row, "attention_mask", len(input_ids)) != 0
-        _check_one_document(row, seen)
+            is_token = _integers(row, "attention_mask", len(input_ids)) != 0
+        _check_one_document(row, is_token)
         scored = _scored(row, input_ids, self.loss_on)
-        scored = None if scored is None else scored[seen]
-        encoded = _unwrapped(input_ids[seen], scored, self.special)
+        scored = None if scored is None else scored[is_token]
+        encoded = _unwrapped(input_ids[is_token], scored, self.special)
         own = itertools.compress(encoded.input_ids, encoded.scored)
         texts = [" ".join(map(str, part)) for part in (encoded.input_ids, own)]
         return Draft(encoded, *texts)
@@ -254,7 +254,7 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {shown if len(shown) <= 80 else shown[:77] + '...'}"
 
 
-def _conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
+def _read_conversation(row: Mapping[str, Any], row_format: Format) -> Conversation:
     tools = [] if row_format == "alpaca" else _parsed(row.get("tools"), "tools")
     completion, is_text = None, False
     if row_format == "prompt_completion":
@@ -363,18 +363,19 @@ def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     # Dolly has the same columns by other names.
-    context, answer = _column(row, "input", "context"), _column(row, "output", "response")
-    for name in ("instruction", answer):
+    context_column = _column(row, "input", "context")
+    answer_column = _column(row, "output", "response")
+    for name in ("instruction", answer_column):
         if not isinstance(row.get(name), str) or not row[name].strip():
             raise BadRow(_missing(row, name))
-    given = row.get(context) or ""
-    if not isinstance(given, str):
-        raise BadRow(_missing(row, context))
-    prompt = ALPACA_WITH_INPUT if given.strip() else ALPACA
-    content = prompt.format(instruction=row["instruction"], input=given)
+    context = row.get(context_column) or ""
+    if not isinstance(context, str):
+        raise BadRow(_missing(row, context_column))
+    prompt = ALPACA_WITH_INPUT if context.strip() else ALPACA
+    content = prompt.format(instruction=row["instruction"], input=context)
     return [
         {"role": "user", "content": content},
-        {"role": "assistant", "content": row[answer]},
+        {"role": "assistant", "content": row[answer_column]},
     ]
 
 
@@ -392,12 +393,13 @@ def _prompted(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
     return parts[0] + parts[1], len(parts[0])
 
 
-def _check_one_document(row: Mapping[str, Any], seen: np.ndarray) -> None:
-    """Refuse a row that was packed of several documents, which would see each other."""
+def _check_one_document(row: Mapping[str, Any], is_token: np.ndarray) -> None:
+    """Refuse a row that packs several documents: they would attend to each other."""
     lengths, positions = row.get("seq_lengths"), row.get("position_ids")
     starts = [0]
     if positions is not None:
-        starts = np.flatnonzero(_integers(row, "position_ids", len(seen))[seen] == 0).tolist()
+        positions = _integers(row, "position_ids", len(is_token))
+        starts = np.flatnonzero(positions[is_token] == 0).tolist()
     count = max(len(starts), len(lengths) if _is_list(lengths) else 1)
     if count > 1:
         raise BadRow(
@@ -440,7 +442,7 @@ def _scored(row: Mapping[str, Any], input_ids: np.ndarray, loss_on: LossOn) -> n
 
 
 def _unwrapped(input_ids: np.ndarray, scored: np.ndarray | None, special: SpecialTokens) -> Encoded:
-    """Leave out the special tokens that every row gets anyway, which are never predicted."""
+    """Remove the special tokens around a row: every row gets them, and none is predicted."""
     start, end = len(special.prefix), len(input_ids) - len(special.suffix)
     if input_ids[:start].tolist() != special.prefix:
         start = 0
@@ -453,4 +455,4 @@ def _unwrapped(input_ids: np.ndarray, scored: np.ndarray | None, special: Specia
     if not scored.any():
         raise BadRow(f"labels: expected tokens to score, got none of {len(scored)}")
     kept = slice(start, end)
-    return Encoded(input_ids[kept].tolist(), scored[kept].tolist(), [], [], begins=start > 0)
+    return Encoded(input_ids[kept].tolist(), scored[kept].tolist(), [], [], had_prefix=start > 0)

@@ -20,7 +20,7 @@ NGRAM = 13  # words
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no place of an n-gram loses a bit
 # Writing systems without spaces between words: every character is a word.
 WORD = re.compile(r"[^\W\u2e80-\U0003ffff]+|[\u2e80-\U0003ffff]")
-LIST, TRAINED = "held_out", "trained_documents.npy"
+LIST, TRAINED = "held_out", "trained_documents.npy"  # in the folder `results` of a run
 SAME_SOURCE = ("path", "name", "split", "data_files", "revision", "column")
 
 Kind = Literal["exact", "near"]
@@ -100,7 +100,7 @@ class HeldOut:
         return sha256("\n".join(sorted(self.fingerprints)).encode()).hexdigest()
 
     def kind_of(self, document: str, words: np.ndarray) -> Kind | None:
-        """Tell whether a document, by its fingerprint and `[W]` word hashes, stands in the list.
+        """Compare a document, given by its fingerprint and `[W]` word hashes, with the list.
 
         Returns:
             `exact` for the same text; `near` if more than half of its distinct 13-grams stand in
@@ -108,45 +108,45 @@ class HeldOut:
         """
         if document in self._names:
             return "exact"
-        hashes, owners = self._index
-        if len(words) < NGRAM or not len(hashes):
+        listed, owners = self._index
+        if len(words) < NGRAM or not len(listed):
             return None
-        own = ngram_hashes(words)
-        first = np.searchsorted(hashes, own)
-        found = own[hashes.take(first, mode="clip") == own]
-        if 2 * len(found) <= len(own):
+        hashes = ngram_hashes(words)
+        first = np.searchsorted(listed, hashes)
+        shared = hashes[listed.take(first, mode="clip") == hashes]
+        if 2 * len(shared) <= len(hashes):  # most documents: no owner has to be counted
             return None
-        ends = (np.searchsorted(hashes, found, side=side) for side in ("left", "right"))
-        shared = np.concatenate([owners[i:j] for i, j in zip(*ends, strict=True)])
-        return "near" if 2 * np.bincount(shared).max() > len(own) else None
+        ends = (np.searchsorted(listed, shared, side=side) for side in ("left", "right"))
+        their_owners = np.concatenate([owners[i:j] for i, j in zip(*ends, strict=True)])
+        return "near" if 2 * np.bincount(their_owners).max() > len(hashes) else None
 
-    def leaves(self, kind: Kind | None) -> bool:
-        """Tell whether a document of this kind leaves the training data."""
+    def drops(self, kind: Kind | None) -> bool:
+        """Tell whether a document of this kind is taken out of the training data."""
         return kind == "exact" or (kind == "near" and self.drop_near)
 
-    def leave_out(
+    def drop_copies(
         self, documents: Iterable[tuple[str, np.ndarray]]
     ) -> tuple[np.ndarray, Duplicates, np.ndarray]:
-        """Leave copies of held-out documents out of training documents.
+        """Take copies of held-out documents out of the training documents.
 
         Returns:
-            Which documents stay, `[documents]` bool; how many copies there were, those that stay
-            included; and the `short_hashes` of the documents that stay.
+            Which documents are kept, `[documents]` bool; how many copies there were, kept ones
+            included; and the `short_hashes` of the kept documents.
 
         Raises:
-            ValueError: None would stay.
+            ValueError: None would be kept.
         """
         hashes, kinds = array("Q"), []
         for name, words in documents:
             hashes.append(_short_hash(name))
             kinds.append(self.kind_of(name, words))
-        stay = np.array([not self.leaves(kind) for kind in kinds], dtype=bool)
-        if not stay.any():
+        is_kept = np.array([not self.drops(kind) for kind in kinds], dtype=bool)
+        if not is_kept.any():
             raise ValueError(
                 "data.eval: expected training documents besides copies of held-out ones, got "
-                f"{len(stay)} copies. Add sources"
+                f"{len(is_kept)} copies. Add sources"
             )
-        return stay, Duplicates().plus(kinds), np.unique(np.array(hashes)[stay])
+        return is_kept, Duplicates().plus(kinds), np.unique(np.array(hashes)[is_kept])
 
     @cached_property
     def _names(self) -> frozenset[str]:
@@ -180,9 +180,9 @@ def record(
 ) -> None:
     """Write into a run's folder what tells later whether its model was trained on a document.
 
-    `results/held_out.json` has what is given here, with the digest of the base's own list.
-    `results/trained_documents.npy` has the sorted `trained`; a run on a stream has none. Neither
-    is ever published; the digest of the held-out documents may be.
+    `results/held_out.json` holds the arguments and the digest of the base's own list.
+    `results/trained_documents.npy` holds the sorted `trained`; a run on a stream writes none.
+    Neither is ever published; the digest of the held-out documents may be.
 
     Args:
         folder: The run's.
@@ -211,13 +211,12 @@ def record(
 def lineage(
     model: str | None, fingerprints: Sequence[str], sources: Sequence[Mapping[str, Any]]
 ) -> list[Ancestor]:
-    """Judge a model, its base, the base of that and so on: were they trained on these documents?
+    """Tell whether a model, its base, the base of that and so on were trained on documents.
 
-    A model has seen a document if its run recorded it as a training document. Of a run on a stream,
-    which records none, it has seen what comes from one of the run's own sources and is not in the
-    run's list. It has not seen what the list holds, nor, of a table, anything else. Everything else
-    is unknown: a model of others, another stream than that of the documents, a base that was
-    replaced since.
+    A run on a table records its training documents: the model has seen these and no others. A run
+    on a stream records only the held-out ones: the model has not seen these, and counts as having
+    seen any other document of the run's own sources. All else is unknown: documents of another
+    source, a model that is not of a run of ours, a base that was replaced since.
 
     Args:
         model: Folder or name; None for random weights, which have seen nothing.
@@ -240,7 +239,7 @@ def lineage(
 
 
 def seen_by(ancestors: Sequence[Ancestor], num_documents: int) -> str | None:
-    """Say which model did not hold out the documents to evaluate on; None if none is known."""
+    """Say which model was trained on documents to evaluate on; None if none is known to be."""
     for ancestor in ancestors:
         if ancestor.verdict == "seen":
             share = f"{ancestor.documents_seen} of the {num_documents} documents"
@@ -255,17 +254,17 @@ def _judge(
     fingerprints: Sequence[str],
     sources: Sequence[Mapping[str, Any]],
 ) -> Ancestor:
-    others = sorted(set(fingerprints).difference(saved["fingerprints"]))
+    not_held_out = sorted(set(fingerprints).difference(saved["fingerprints"]))
     if trained.is_file():
         with reading(trained):
             known = np.load(trained, allow_pickle=False)
-        seen = int(np.isin(short_hashes(others), known).sum())
+        seen = int(np.isin(short_hashes(not_held_out), known).sum())
         return Ancestor(model, "seen" if seen else "unseen", seen)
-    if not others:
+    if not not_held_out:
         return Ancestor(model, "unseen")
     own = [_identity(source) for source in saved["sources"]]
     if any(_identity(source) in own for source in sources):
-        return Ancestor(model, "seen", len(others))
+        return Ancestor(model, "seen", len(not_held_out))
     return Ancestor(model, "unknown")
 
 

@@ -134,8 +134,8 @@ def load_data(
     if task in LABELED and not (eval_only and config.label_column is None):
         check_label_settings(config)
     base = base.get_text_config()
-    more = len(tokenizer) if task == "causal_lm" and not is_trained else 0
-    vocab_size = max(base.vocab_size, more)
+    takes_new_tokens = task == "causal_lm" and not is_trained
+    vocab_size = max(base.vocab_size, len(tokenizer) if takes_new_tokens else 0)
     check_tokenizer(
         tokenizer,
         vocab_size=vocab_size,
@@ -148,10 +148,10 @@ def load_data(
     if task not in LABELED:
         is_causal = task == "causal_lm"
         masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
-    unweighted = replace(config, weight_column=None)  # evaluations do not weigh
-    read = unweighted if eval_only else config
+    eval_config = replace(config, weight_column=None)  # evaluations do not weigh
+    open_fn = functools.partial(_open, tokenizer=tokenizer, task=task)
     opened = [
-        _open(read, source, f"data.sources.{index}", index, tokenizer=tokenizer, task=task)
+        open_fn(eval_config if eval_only else config, source, f"data.sources.{index}", index)
         for index, source in enumerate(config.sources)
     ]
     # Rows of all sources have the same columns.
@@ -167,10 +167,10 @@ def load_data(
     rows, bad_rows = _table_rows(opened, config)
     eval_rows = rows
     if not eval_only and config.eval.source is not None:
-        place, index = "data.eval.source", len(config.sources)
-        other = _open(unweighted, config.eval.source, place, index, tokenizer=tokenizer, task=task)
-        eval_rows, left_out = _table_rows([other], config)
-        bad_rows.merge(left_out)
+        number = len(config.sources)
+        eval_source = open_fn(eval_config, config.eval.source, "data.eval.source", number)
+        eval_rows, eval_bad_rows = _table_rows([eval_source], config)
+        bad_rows.merge(eval_bad_rows)
     elif not eval_only:
         count = config.eval.documents
         rows, eval_rows = split_table(rows, eval_documents=count, seed=config.eval.seed)
@@ -183,9 +183,9 @@ def load_data(
             unit=" documents",
             delay=2,
         )
-        stay, duplicates, trained = held_out.leave_out(traces)
-        if not stay.all():
-            rows = rows.select(np.flatnonzero(stay[document_numbers(rows)]))
+        is_kept, duplicates, trained = held_out.drop_copies(traces)
+        if not is_kept.all():
+            rows = rows.select(np.flatnonzero(is_kept[document_numbers(rows)]))
     if masker is None:
         orders = {maker.read.class_names for _, maker in opened}
         masker = class_labels(
@@ -230,8 +230,8 @@ def _streamed_data(
             )
     streams = [
         LogicalStream(
-            # Even into one part datasets would split what is behind a skip in a concatenation.
-            sources=[one.shard(count, number) if count > 1 else one for one, _ in opened],
+            # One stream is not sharded: datasets would even then split what follows a skip.
+            sources=[d.shard(count, number) if count > 1 else d for d, _ in opened],
             number=number,
             weights=weights or None,
             make_rows=[maker for _, maker in opened],
@@ -248,7 +248,7 @@ def _streamed_data(
         stream.held_out = held_out
         bad_rows.merge(stream.bad_rows)
     return LoadedData(
-        train=StreamedRows(unfinished, functools.partial(_item, masker, config.packing)),
+        train=StreamedRows(unfinished, functools.partial(_masked_item, masker, config.packing)),
         eval=_eval_rows(eval_rows, masker, config),
         collator=collator,
         bad_rows=bad_rows,
@@ -265,7 +265,7 @@ def _table_data(
 ) -> LoadedData:
     lengths = row_lengths(rows)
     packs = pack(lengths, config.context_length) if config.packing else None
-    train = MaskedRows(_plain(rows), masker, packs=packs)
+    train = MaskedRows(_without_traces(rows), masker, packs=packs)
     if isinstance(masker, ClassLabels):
         counts, num_tokens = class_counts(train), int(lengths.sum())
         parts = {} if rows is eval_rows else {"training": rows}
@@ -296,15 +296,17 @@ def _table_data(
 
 def _eval_rows(rows: datasets.Dataset, masker: RowLabels, config: DataConfig) -> MaskedRows:
     """Mask rows by the seed of the evaluation."""
-    return MaskedRows(_plain(rows), replace(masker, seed=config.eval.seed), fixed_epoch=EVAL_EPOCH)
+    return MaskedRows(
+        _without_traces(rows), replace(masker, seed=config.eval.seed), fixed_epoch=EVAL_EPOCH
+    )
 
 
-def _plain(rows: datasets.Dataset) -> datasets.Dataset:
-    """Leave what tells copies of documents away from rows that a model gets."""
+def _without_traces(rows: datasets.Dataset) -> datasets.Dataset:
+    """Remove `TRACES`, by which copies of documents are found: no model reads them."""
     return rows.remove_columns([name for name in TRACES if name in rows.column_names])
 
 
-def _item(masker: RowLabels, is_packed: bool, members: Members) -> dict[str, np.ndarray]:
+def _masked_item(masker: RowLabels, is_packed: bool, members: Members) -> dict[str, np.ndarray]:
     """Mask every row by its own name and epoch, and join them."""
     rows = [masker(row, epoch) for row, epoch in members]
     return join_rows(rows) if is_packed else rows[0]
@@ -345,22 +347,22 @@ def split_streams(
         The streams that have something left to train on, and rows to evaluate on.
     """
     rows: list[Row] = []
-    kept, waiting = 0, list(streams)
+    num_held, waiting = 0, list(streams)
     while waiting:  # short streams leave their share to the others
         unfinished = []
         for place, stream in enumerate(waiting):
-            share = -(-(eval_documents - kept) // (len(waiting) - place))
-            found, documents, left = stream.hold_out(share)
-            rows += found
-            kept += documents
-            if left:
+            share = -(-(eval_documents - num_held) // (len(waiting) - place))
+            held_rows, num_documents, is_left = stream.hold_out(share)
+            rows += held_rows
+            num_held += num_documents
+            if is_left:
                 unfinished.append(stream)
         waiting = unfinished
-        if kept >= eval_documents:
+        if num_held >= eval_documents:
             break
     if not waiting and eval_documents:
-        raise _too_few(kept, eval_documents)
-    return waiting or list(streams), rows_table(rows)  # where there is nothing, reading says why
+        raise _too_few(num_held, eval_documents)
+    return waiting or list(streams), rows_table(rows)  # reading streams without rows raises
 
 
 def _masker(
@@ -456,16 +458,16 @@ def _format_of(row: Row, config: DataConfig, source: Source, *, name: str, task:
 def _table_rows(
     opened: Sequence[tuple[Any, RowMaker]], config: DataConfig
 ) -> tuple[datasets.Dataset, BadRows]:
-    """Tokenize tables and join them; return also what makes no row."""
+    """Return the rows of all tables, tokenized and joined, and the documents that make none."""
     tables, bad_rows = [], BadRows()
     for documents, maker in opened:
-        rows, found = tokenize_table(documents, maker, config.num_proc)
+        rows, new_bad_rows = tokenize_table(documents, maker, config.num_proc)
         if len(rows) == 0:
-            reasons = "".join(f" {reason}." for reason in found.first[:1])
+            reasons = "".join(f" {reason}." for reason in new_bad_rows.first[:1])
             raise ValueError(
                 f"{maker.name}: expected documents with text, got only blank or bad ones.{reasons}"
             )
-        bad_rows.merge(found)
+        bad_rows.merge(new_bad_rows)
         tables.append(rows)
     if bad_rows.blank:
         logger.info("Left out: %d blank documents.", bad_rows.blank)

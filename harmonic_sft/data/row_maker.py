@@ -173,10 +173,10 @@ class RowMaker:
         # What a column has at the special tokens of a row; a text may be predicted as a whole.
         fills = {"scored": self.read.row_format == "text", "word_ids": NO_WORD, "labels": None}
         fills = {name: fills[name] for name in self.columns if name in fills}
-        special = self._around(encoded)
+        special = self._special_around(encoded)
         size = self.context_length - len(special.prefix) - len(special.suffix)
         is_text = self.read.is_causal and self.read.row_format == "text"
-        if is_text and len(encoded.input_ids) % size:  # else alone in a row, after no text
+        if is_text and len(encoded.input_ids) % size:  # else the ending would be a row of its own
             encoded.input_ids.extend(self.read.ending)
             encoded.scored.extend([True] * len(self.read.ending))
         end = 1 if self.read.is_labeled else len(encoded.input_ids)
@@ -194,19 +194,19 @@ class RowMaker:
                 row[name] = [*before, *getattr(encoded, name)[part], *after]
             rows.append({**row, **common, "chunk": chunk})
         if not rows:
-            found = f"expected tokens to score, got none of {len(encoded.scored)}"
-            raise BadRow(f"loss_on {self.read.loss_on}: {found}")
+            found = f"none of {len(encoded.scored)}"
+            raise BadRow(f"loss_on {self.read.loss_on}: expected tokens to score, got {found}")
         bad_rows.unscored_tokens += unscored
         return rows
 
-    def _around(self, encoded: Encoded) -> SpecialTokens:
-        """Return what comes around the rows of a document.
+    def _special_around(self, encoded: Encoded) -> SpecialTokens:
+        """Return the special tokens around the rows of a document.
 
-        Nothing does where a decoder's row is given, or written by a template, without it.
+        A decoder gets none where tokens or a chat template come without the prefix.
         """
         read, special = self.read, self.read.special
-        is_written = read.row_format == "tokens" or read.tokenizer.chat_template is not None
-        if read.is_causal and read.row_format != "text" and is_written and not encoded.begins:
+        is_final = read.row_format == "tokens" or read.tokenizer.chat_template is not None
+        if read.is_causal and read.row_format != "text" and is_final and not encoded.had_prefix:
             special = SpecialTokens([], [])
         num_special = len(special.prefix) + len(special.suffix)
         if self.context_length <= num_special:
@@ -248,32 +248,32 @@ def tokenize_table(
     versions = [tokenizers.__version__, transformers.__version__]
     numbered: Iterable[Row] = numbered_rows(documents, maker.name)
     source: Any = documents
-    if isinstance(documents, datasets.IterableDataset):  # it may have others next time
+    if isinstance(documents, datasets.IterableDataset):  # may give other documents next time
         source = numbered = list(numbered)
     elif isinstance(documents, datasets.Dataset):
-        made = documents.format["type"] == "custom"  # by a transform, which is known by name alone
-        source = rows_sha256(documents) if made else documents._fingerprint
+        has_transform = documents.format["type"] == "custom"  # its fingerprint is only a name
+        source = rows_sha256(documents) if has_transform else documents._fingerprint
     key = Hasher.hash([code, versions, maker, source])
     folder = Path(datasets_config.HF_DATASETS_CACHE) / "harmonic_sft"
     table, report = folder / f"{key}.arrow", folder / f"{key}.bad_rows.json"
-    found = _read_report(table, report)
-    if found is None:
+    bad_rows = _read_report(table, report)
+    if bad_rows is None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             # A run that shares the cache sees either nothing or the whole, the report first.
             new_table, new_report = Path(scratch, "table"), Path(scratch, "report")
-            found = BadRows(skip=maker.skip)
+            bad_rows = BadRows(skip=maker.skip)
             features = datasets.Features({name: FEATURES[name] for name in maker.columns})
             with pa.ipc.new_stream(new_table, features.arrow_schema) as writer:
                 limits = {"size": BATCH_CHARACTERS, "count": BATCH_DOCUMENTS}
                 batches = batches_of(numbered, _characters, **limits)
-                for rows, bad in _made(batches, maker, num_proc):
-                    found.merge(bad)
+                for rows, new_bad_rows in _make_rows(batches, maker, num_proc):
+                    bad_rows.merge(new_bad_rows)
                     writer.write_table(pa.Table.from_pylist(rows, features.arrow_schema))
-            new_report.write_text(json.dumps([file_sha256(new_table), asdict(found)]))
+            new_report.write_text(json.dumps([file_sha256(new_table), asdict(bad_rows)]))
             os.replace(new_report, report)
             os.replace(new_table, table)
-    return datasets.Dataset.from_file(str(table)), found
+    return datasets.Dataset.from_file(str(table)), bad_rows
 
 
 def rows_sha256(rows: Iterable[Row]) -> str:
@@ -299,10 +299,10 @@ def _read_report(table: Path, report: Path) -> BadRows | None:
     return None
 
 
-def _made(
+def _make_rows(
     batches: Iterator[list[Row]], maker: RowMaker, num_proc: int | None
 ) -> Iterator[tuple[list[Row], BadRows]]:
-    """Make the rows of batches in order, in processes if there are any."""
+    """Yield the rows of every batch, in order; `num_proc` processes make them, None is this one."""
     with tqdm(desc=f"Tokenizing {maker.name}", unit=" documents") as progress:
         if num_proc is None:
             for batch in batches:

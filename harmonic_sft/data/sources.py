@@ -157,15 +157,15 @@ def check_path(source: Source, name: str) -> bool:
             f"{name}.path: expected an address without user and password, got {shown(source.path)} "
             "with them. Download the file, or give an address that is signed"
         )
-    known = isinstance(source, GivenSource) or source.path == DOCSTRINGS or is_url(source.path)
-    here = os.path.exists(os.path.expanduser(source.path)) or glob.has_magic(source.path)
+    is_known = isinstance(source, GivenSource) or source.path == DOCSTRINGS or is_url(source.path)
+    is_known |= os.path.exists(os.path.expanduser(source.path)) or glob.has_magic(source.path)
     is_local = file_kind(source.path) is not None or source.path.startswith((".", "/", "~"))
-    if not (known or here) and (is_local or not HUB_NAME.fullmatch(source.path)):
+    if not is_known and (is_local or not HUB_NAME.fullmatch(source.path)):
         others = "" if is_local else f" or folder, owner/name on the Hub or {DOCSTRINGS!r}"
         raise ValueError(
             f"{name}.path: expected an existing file{others}, got {_located(source.path)}."
         )
-    return not (known or here)
+    return not is_known
 
 
 def _located(path: str) -> str:
@@ -226,12 +226,12 @@ def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> 
 def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...] | None:
     """Return what the numbers in a column of labels stand for, None if the source does not say."""
     if column and isinstance(documents, Dataset) and documents.format["type"] == "custom":
-        some = slice(None, None, -(-len(documents) // COMPARED))
-        made, stored = (rows[some].get(column) for rows in (documents, documents.with_format(None)))
-        if made is None or [np.asarray(one).tolist() for one in made] != stored:
-            return None  # a transform makes other labels
+        part, plain = slice(None, None, -(-len(documents) // COMPARED)), documents.with_format(None)
+        transformed, stored = (rows[part].get(column) for rows in (documents, plain))
+        if transformed is None or [np.asarray(label).tolist() for label in transformed] != stored:
+            return None  # the transform makes labels of its own
     tables = documents.each_features() if isinstance(documents, FileRows) else [documents.features]
-    found = {_names_of_classes((features or {}).get(column)) for features in tables}
+    found = {_feature_names((features or {}).get(column)) for features in tables}
     if len(found) > 1:
         raise ValueError(
             f"data.label_column: expected files whose numbers stand for the same classes, got "
@@ -240,7 +240,7 @@ def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...
     return found.pop()
 
 
-def _names_of_classes(feature: Any) -> tuple[str, ...] | None:
+def _feature_names(feature: Any) -> tuple[str, ...] | None:
     feature = feature.feature if isinstance(feature, List) else feature
     return tuple(feature.names) if isinstance(feature, ClassLabel) else None
 
@@ -269,9 +269,9 @@ def stream_steps(documents: IterableDataset) -> list[Any]:
 
 
 def most_streams(documents: IterableDataset) -> int:
-    """Return into how many streams one can be split, which is not if it was made by skip or take.
+    """Return into how many parts a stream can be split: 1 after `skip` or `take`.
 
-    datasets would skip or take some of the first documents of every part, so others than before.
+    datasets would apply these to every part, and so to other documents than before.
     """
     names = {type(step).__name__ for step in stream_steps(documents)}
     is_counted = not names.isdisjoint(("SkipExamplesIterable", "TakeExamplesIterable"))
@@ -281,15 +281,15 @@ def most_streams(documents: IterableDataset) -> int:
 def shard_sizes(documents: IterableDataset) -> list[int]:
     """Return the sizes of the files or row groups of a stream, as far as they are known here."""
     shards = getattr(documents._ex_iterable, "kwargs", {}).get("shards", [])
-    ours = [one for one in shards if isinstance(one, Shard)]  # generators of users have such names
-    known = [one for one in ours if one.num_rows or not is_url(one.file)]
-    return [one.num_rows or Path(one.file).stat().st_size for one in known] or [1]
+    ours = [shard for shard in shards if isinstance(shard, Shard)]  # a user's may be of any type
+    known = [shard for shard in ours if shard.num_rows or not is_url(shard.file)]
+    return [shard.num_rows or Path(shard.file).stat().st_size for shard in known] or [1]
 
 
 def _load_files(source: Source, path: Path, name: str) -> FileRows | IterableDataset:
     """Open files; a stream has one shard per file or row group."""
     splits = _find_files(source, path, name)
-    files = _split(source, splits, name, _split_files(splits))
+    files = _split(source, splits, name, _describe_splits(splits))
     kinds = {file_kind(file) for file in files}
     if None in kinds or (len(kinds) > 1 and kinds != {"json", "json lines"}):
         raise ValueError(
@@ -304,18 +304,18 @@ def _load_files(source: Source, path: Path, name: str) -> FileRows | IterableDat
 
 
 def _split(source: Source, splits: Mapping[Any, T], name: str, files: str = "") -> T:
-    """Return the split that is asked for; `files` says what is in each."""
+    """Return the split that the source names; `files` describes all of them for the error."""
     known = sorted(map(str, splits))
     if source.split not in known:
         raise ValueError(f"{name}.split: expected one of {known}, got {source.split!r}.{files}")
     return splits[source.split]
 
 
-def _split_files(splits: Mapping[str, Sequence[str]]) -> str:
-    return "".join(f" Split {split}: {_names(files)}." for split, files in splits.items())
+def _describe_splits(splits: Mapping[str, Sequence[str]]) -> str:
+    return "".join(f" Split {split}: {_file_names(files)}." for split, files in splits.items())
 
 
-def _names(files: Sequence[str]) -> str:
+def _file_names(files: Sequence[str]) -> str:
     names = [Path(without_secrets(file)).name for file in files[:SHOWN_FILES]]
     more = len(files) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")
@@ -343,8 +343,8 @@ def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) ->
         example = str(path / f"*{Path(next(iter(splits.values()))[0]).suffix}")
         raise ValueError(
             f"{name}.path: expected a folder of which every file is read, got {str(path)!r}, in "
-            f"which {_names(left_out)} would be left out.{_split_files(splits)} Give a glob of "
-            f"one kind, such as {example!r}, or name the files in data_files."
+            f"which {_file_names(left_out)} would be left out.{_describe_splits(splits)} Give a "
+            f"glob of one kind, such as {example!r}, or name the files in data_files."
         )
 
 
@@ -394,7 +394,7 @@ def _refuse_settings(source: Source, name: str, *, allowed: Sequence[str]) -> No
 
 @contextmanager
 def _explained(source: Source, name: str) -> Generator[None]:
-    """Turn any failure into one line about the source; ours are in order already."""
+    """Turn any failure into one line about the source; our own errors pass as they are."""
     try:
         yield
     except DatasetNotFoundError as error:

@@ -71,21 +71,23 @@ class SourceReader:
         stream: int,
         start: Mapping[str, Any] | None,
     ):
-        self._fresh, self._name, self._stream = documents, name, stream
+        self._documents_at_start, self._name, self._stream = documents, name, stream
         self.start = start or {"epoch": 0, "number": 0, "documents": None}
         self.load(self.start)
 
     def state(self) -> dict[str, Any]:
         """Return where it stands."""
-        # The library knows where it was told to go only once it has read something there.
-        documents = self._documents.state_dict() if self._begun else self._loaded
+        # Until it has read a row, the library does not know the state that it was told to load.
+        documents = self._documents.state_dict() if self._has_read else self._loaded
         return {"epoch": self.epoch, "number": self.number, "documents": documents}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go to where a reader stood."""
+        """Go to where a reader stood when it gave this `state`."""
         self.epoch, self.number = state["epoch"], state["number"]
-        self._loaded, self._begun = state["documents"], False
-        self._documents = copy.deepcopy(self._fresh)  # readers must not share their places
+        self._loaded, self._has_read = state["documents"], False
+        self._documents = copy.deepcopy(
+            self._documents_at_start
+        )  # readers must not share their places
         self._documents.load_state_dict(self._loaded)
         # Plain iteration would give each worker of a data loader some shards only.
         batches = self._documents.iter(batch_size=1)
@@ -104,7 +106,7 @@ class SourceReader:
         """
         rows: list[Row] = []
         for row in self._rows:
-            self._begun = True
+            self._has_read = True
             rows.append(row)
             if BAD not in row:
                 self.number += 1
@@ -134,21 +136,21 @@ class LogicalStream:
         self._starts: list[dict[str, Any] | None] = [None] * len(self.sources)
 
     def hold_out(self, count: int) -> tuple[list[Row], int, bool]:
-        """Keep the first documents from every pass, such as those of the evaluation.
+        """Take the first `count` documents that make rows, and let every pass begin after them.
 
         Returns:
-            Their rows, how many there were, and whether documents are left.
+            Their rows, how many documents there were, and whether others are left to train on.
         """
         readers, waiting = self._readers(), deque(range(len(self.sources)))
         rows: list[Row] = []
         documents, is_left = 0, False
         starts: list[dict[str, Any] | None] | None = None
-        ahead = BadRows()
+        later_bad_rows = BadRows()  # behind the place where training starts
         while waiting and not is_left:
             source = waiting.popleft()
             if documents == count and starts is None:
                 starts = [reader.state() for reader in readers]
-            found, is_document = readers[source].next()
+            documents_read, is_document = readers[source].next()
             if is_document:
                 waiting.append(source)
             elif starts is None:
@@ -158,15 +160,15 @@ class LogicalStream:
                     self.make_rows[source].name,
                     self.number,
                 )
-            made, bad_rows = self.make_rows[source](found)
-            (self.bad_rows if starts is None else ahead).merge(bad_rows)
-            is_left = bool(made) and documents == count
+            new_rows, bad_rows = self.make_rows[source](documents_read)
+            (self.bad_rows if starts is None else later_bad_rows).merge(bad_rows)
+            is_left = bool(new_rows) and documents == count
             if not is_left:
-                rows += made
-                documents += bool(made)
+                rows += new_rows
+                documents += bool(new_rows)
         self._starts = starts or self._starts
-        if not is_left:  # else training finds these again
-            self.bad_rows.merge(ahead)
+        if not is_left:  # else training reads and counts these
+            self.bad_rows.merge(later_bad_rows)
         return rows, documents, is_left
 
     def _readers(self) -> list[SourceReader]:
@@ -183,44 +185,44 @@ class LogicalStream:
         """
         readers = self._readers()
         states = [reader.state() for reader in readers]
-        here = snapshot or Snapshot(
+        current = snapshot or Snapshot(
             rows=0, windows=0, sources=states, skipped=0, reasons=[], duplicates=Duplicates()
         )
-        for reader, state in zip(readers, here["sources"], strict=True):
+        for reader, state in zip(readers, current["sources"], strict=True):
             reader.load(state)
-        given, windows = here["rows"], here["windows"]
-        barren = [0] * len(readers)  # ends of each source since the last row
-        is_counted = snapshot is not None  # what the window leaves out
-        while min(barren) < 2:
+        num_rows, windows = current["rows"], current["windows"]
+        empty_passes = [0] * len(readers)  # ends of each source since the last row
+        is_counted = snapshot is not None  # a snapshot has counted what its window leaves out
+        while min(empty_passes) < 2:
             states = [reader.state() for reader in readers]
             documents, ended = self._read(readers, windows)
             rows: Members = []
             bad_rows = BadRows()
             kinds: list[Kind | None] = []
             for (source, epoch), group in documents.items():
-                made, left_out = self.make_rows[source](group)
-                kept, found = self._without_duplicates(made)
+                new_rows, new_bad_rows = self.make_rows[source](group)
+                kept, new_kinds = self._without_duplicates(new_rows)
                 rows += [(row, epoch) for row in kept]
                 if epoch == 0 and not is_counted:
-                    bad_rows.merge(left_out)
-                    kinds += found
+                    bad_rows.merge(new_bad_rows)
+                    kinds += new_kinds
             is_counted = False
-            here = Snapshot(
-                rows=given,
+            current = Snapshot(
+                rows=num_rows,
                 windows=windows,
                 sources=states,
-                skipped=here["skipped"] + bad_rows.total,
-                reasons=list(dict.fromkeys(here["reasons"] + bad_rows.first))[:SHOWN_REASONS],
-                duplicates=Duplicates(*here["duplicates"]).plus(kinds),
+                skipped=current["skipped"] + bad_rows.total,
+                reasons=list(dict.fromkeys(current["reasons"] + bad_rows.first))[:SHOWN_REASONS],
+                duplicates=Duplicates(*current["duplicates"]).plus(kinds),
             )
-            barren = [0 if rows else n + (i in ended) for i, n in enumerate(barren)]
+            empty_passes = [0 if rows else n + (i in ended) for i, n in enumerate(empty_passes)]
             for members in self._arrange(rows, windows):
-                yield members, Place(self.number, given, here)
-                given += 1
+                yield members, Place(self.number, num_rows, current)
+                num_rows += 1
             windows += 1
         if not any(reader.start["number"] for reader in readers):
             names = ", ".join(maker.name for maker in self.make_rows)
-            why = "".join(f". {reason}" for reason in here["reasons"][:1])
+            why = "".join(f". {reason}" for reason in current["reasons"][:1])
             raise ValueError(
                 f"{names}: expected documents with text, got only blank or bad ones{why}"
             )
@@ -230,21 +232,21 @@ class LogicalStream:
         )
 
     def _without_duplicates(self, rows: Sequence[Row]) -> tuple[list[Row], list[Kind | None]]:
-        """Leave out copies of held-out documents, and of other rows what tells them."""
+        """Leave out copies of held-out documents, and the `TRACES` of all other rows."""
         kept: list[Row] = []
         kinds: list[Kind | None] = [None]
         for row in rows:
-            if "fingerprint" in row:  # a new document
+            if "fingerprint" in row:  # only the first row of a document has one
                 kinds.append(self.held_out.kind_of(row["fingerprint"], row["words"]))
-            if not self.held_out.leaves(kinds[-1]):
+            if not self.held_out.drops(kinds[-1]):
                 kept.append({key: row[key] for key in row if key not in TRACES})
         return kept, kinds
 
     def _read(
         self, readers: Sequence[SourceReader], windows: int
     ) -> tuple[dict[tuple[int, int], list[Row]], set[int]]:
-        """Read a window of documents by (source, epoch), and tell the sources that ended in it."""
-        found: dict[tuple[int, int], list[Row]] = {}
+        """Return a window of documents by (source, epoch), and the sources that ended in it."""
+        documents: dict[tuple[int, int], list[Row]] = {}
         waiting, ended = set(range(len(readers))), set()
         turns = self._turns(readers, waiting, windows)
         count = 0
@@ -256,7 +258,7 @@ class LogicalStream:
             while True:
                 rows, is_document = reader.next()
                 if rows:
-                    found.setdefault((source, reader.epoch), []).extend(rows)
+                    documents.setdefault((source, reader.epoch), []).extend(rows)
                 count += is_document
                 if is_document:
                     break
@@ -269,7 +271,7 @@ class LogicalStream:
         if not waiting:
             for reader in readers:
                 reader.restart()
-        return found, ended
+        return documents, ended
 
     def _turns(
         self, readers: Sequence[SourceReader], waiting: set[int], windows: int
@@ -295,8 +297,8 @@ class LogicalStream:
 class StreamedRows(torch.utils.data.IterableDataset):
     """Rows of S logical streams in turn: row i of a run is row i // S of stream i % S.
 
-    Every process and worker reads only the streams that hold rows of its own batches. What is
-    given is what `finish` makes of a pack.
+    Every process and worker reads only the streams that hold rows of its own batches. `finish`
+    makes an item of a pack.
     """
 
     def __init__(

@@ -397,7 +397,7 @@ def test_columns_are_as_long_as_the_tokens_where_a_template_spells_the_prefix():
     template = "[CLS] {% for message in messages %}{{ message.content }} [SEP] {% endfor %}"
     chat = [{"role": "user", "content": "hi ho"}]
     encoded = encode_one(with_template(bert, template), chat, "all", word_ids=True)
-    assert encoded.begins
+    assert encoded.had_prefix
     assert bert.convert_ids_to_tokens(encoded.input_ids) == ["hi", "ho", "[SEP]"]
     assert encoded.word_ids == [1, 2, -1]
     assert len(encoded.labels) == 3

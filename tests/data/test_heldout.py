@@ -179,7 +179,7 @@ def test_training_documents_take_few_bytes_each_while_they_are_compared():
     documents = [(fingerprint(str(number)), words) for number in range(2000)]
     held_out = of_texts(["7"])
     tracemalloc.start()
-    stay, duplicates, hashes = held_out.leave_out(documents)
+    stay, duplicates, hashes = held_out.drop_copies(documents)
     assert tracemalloc.get_traced_memory()[1] < 100 * len(documents)
     tracemalloc.stop()
     assert (stay.sum(), duplicates.exact) == (1999, 1)
