@@ -87,7 +87,8 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         base = load_base(
             name,
             revision,
-            head_class=None if init == "input_embeddings" else cls,
+            # The settings of generation come with a head.
+            head_class=cls if cls.is_causal or init != "input_embeddings" else None,
             dtype=dtype,
             dropout=dropout,
             is_causal=cls.is_causal,

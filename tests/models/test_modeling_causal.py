@@ -351,6 +351,14 @@ def test_a_base_is_a_relative_path_and_a_dtype_a_name(bases, tmp_path, monkeypat
     assert HarmonicForCausalLM.from_pretrained(tmp_path).config.base_model == "llama"
 
 
+def test_a_new_head_keeps_the_settings_of_generation(bases, tmp_path):
+    model = make(bases)
+    model.generation_config.eos_token_id = [2, 7]
+    model.save_pretrained(tmp_path)
+    again = HarmonicForCausalLM.from_base(str(tmp_path), head=HEADS["cosine"])
+    assert again.generation_config.eos_token_id == [2, 7]
+
+
 def test_the_old_head_stays_with_base_head(bases):
     native = AutoModelForCausalLM.from_pretrained(bases["gemma2"]).eval()
     head = {"name": "linear", "bias": False, "softcap": 2.0}
