@@ -20,6 +20,7 @@ exclude_patterns = [".*", "build", "runs", "tests"]
 myst_heading_anchors = 4
 html_theme = "furo"
 html_title = project
+html_show_copyright = False
 
 
 def add_navigation(_: object, name: str, source: list[str]) -> None:

@@ -67,6 +67,8 @@ def _entry(name: str, seen: set[Any]) -> Iterator[str]:
         yield from _fields(value)
     methods = [pair for pair in _methods(value) if pair[1] not in seen]
     seen.update(function for _, function in methods)
+    if methods:
+        yield "**Methods**\n"
     for method, function in methods:
         arguments = ", ".join(_parameters(function, types=False))
         yield f"- `{method}({arguments})`: {_sentence(function)}"
