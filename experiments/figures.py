@@ -26,6 +26,7 @@ Payload = dict[str, Any]
 Row = dict[str, Any]
 GREEN, PURPLE = "#3b8f6b", "#8b4a8b"
 COLORS = (TRAINING, CURRENT, POST_HOC, GREEN, PURPLE)
+MARKERS = "oD^s"  # lines that differ in grey too
 CLASSES = {"A": CURRENT, "B": POST_HOC, "C": GREEN, "D": PURPLE}
 SHADES = ("#9aa5b1", "#6f9bc4", "#1f4e79", "#c8702a")
 LEGEND = {"fontsize": "small", "framealpha": 0.9, "edgecolor": "none"}
@@ -90,9 +91,12 @@ def draw_family(payload: Payload, out_png: Path) -> Path:
         for title, series in _family_panels(rows, payload.get("rated"), compared_with)
     ]
     panels = [(title, series) for title, series in panels if series]
-    figure = new_figure(width=2.2 + 2.3 * len(panels), height=1.6 + 0.3 * len(rows))
-    all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (title, series) in zip(all_axes, panels, strict=True):
+    lines = -(-len(panels) // 3)
+    figure = new_figure(width=10.0, height=lines * (1.6 + 0.3 * len(rows)))
+    all_axes = figure.subplots(lines, -(-len(panels) // lines), sharey=True, squeeze=False).flat
+    for axes in all_axes[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, series) in zip(all_axes, panels, strict=False):
         for (label, found), color, marker in zip(series, (CURRENT, POST_HOC), "oD", strict=False):
             draw_spread(axes, found, label, color, marker)
         axes.set_xlabel(title)
@@ -225,9 +229,9 @@ def draw_calibration(payload: Payload, out_png: Path) -> Path:
     axes = figure.subplots()
     rows = payload["rows"]
     kinds = [("ece", "as trained", CURRENT), ("post_hoc_ece", "best post hoc", POST_HOC)]
-    for shift, (key, label, color) in zip((-0.12, 0.12), kinds, strict=True):
+    for shift, marker, (key, label, color) in zip((-0.12, 0.12), "oD", kinds, strict=True):
         found = [scaled(row[key], 100) for row in rows]
-        draw_spread(axes, found, label, color, "o", shift=shift)
+        draw_spread(axes, found, label, color, marker, shift=shift)
     name_rows(axes, [row["name"] for row in rows])
     axes.set_xlabel(f"calibration error (%), {len(payload['seeds'])} seeds")
     axes.legend(**LEGEND)
@@ -238,11 +242,12 @@ def draw_tokens(payload: Payload, out_png: Path) -> Path:
     """Draw every run's validation loss over the tokens it has seen, and the levels."""
     figure = new_figure(width=8.0, height=4.4)
     axes = figure.subplots()
-    for row, color in zip(payload["rows"], COLORS, strict=False):
+    for row, color, marker in zip(payload["rows"], COLORS, MARKERS, strict=False):
         for index, curve in enumerate(row["curves"]):
             label = row["name"] if index == 0 else None
             places = [count / 1000 for count in curve["tokens"]]
-            axes.plot(places, curve["losses"], "o-", ms=3, color=color, linewidth=1.2, label=label)
+            style = {"color": color, "linewidth": 1.2, "label": label}
+            axes.plot(places, curve["losses"], f"{marker}-", ms=4, **style)
     for level in payload["levels"]:
         axes.axhline(level, color=REFERENCE, linestyle="--", linewidth=0.9)
     axes.set(xlabel="thousands of tokens seen", ylabel="validation loss (nats), best post hoc")
@@ -255,8 +260,8 @@ def draw_refresh(payload: Payload, out_png: Path) -> Path:
     figure = new_figure(width=10.0, height=4.0)
     drift, losses = figure.subplots(1, 2, width_ratios=[1.5, 1])
     rows = payload["rows"]
-    for row, color in zip(rows, COLORS, strict=False):
-        for kind, line in (("weighted", "o-"), ("all", "--")):
+    for row, color, marker in zip(rows, COLORS, MARKERS, strict=False):
+        for kind, line in (("weighted", f"{marker}-"), ("all", f"{marker}--")):
             means = [100 * value["mean"] for value in row["kept"][kind]]
             label = row["name"] if kind == "weighted" else None
             drift.plot(row["steps"], means, line, ms=4, color=color, linewidth=1.3, label=label)
@@ -318,13 +323,14 @@ def draw_small_gpt(payload: Payload, out_png: Path) -> Path:
     name_rows(axes, [f"{one['arm']} - {one['against']}{labels[one['value']]}" for one in found])
     axes.axvline(0, color=REFERENCE, linewidth=1.0)
     axes.set_xlabel(f"difference in loss (nats a token), {payload['num_seeds']} seeds")
-    for penalty, color in (("kl", TRAINING), ("w2", POST_HOC)):
+    for penalty, color, marker in (("kl", TRAINING, "o"), ("w2", POST_HOC, "D")):
         for number, points in enumerate(payload["leash"]["points"]):
             curve = sorted(
                 (one["reward"], one["forgotten"]) for one in points if one["penalty"] == penalty
             )
             label = penalty.upper() if number == 0 else None
-            leash.plot(*zip(*curve, strict=True), "o-", ms=4, color=color, label=label)
+            line = zip(*curve, strict=True)
+            leash.plot(*line, f"{marker}-", ms=4, color=color, label=label)
     leash.set(xlabel="reward (cosine), a line for each seed", ylabel="forgotten (nats a token)")
     leash.legend(**LEGEND)
     return save_figure(figure, out_png, grid="both")

@@ -9,6 +9,16 @@ from harmonic_sft.plots import CURRENT, POST_HOC, REFERENCE, new_figure, save_fi
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ARMS = {  # in words
+    "dist -12": "distance, h_exp -12",
+    "dist -12, prior": "distance, h_exp -12, prior",
+    "frozen": "no training, nearest row",
+    "euclid": "distance off the sphere",
+    "dist -24": "distance, h_exp -24",
+    "annealed": "distance, h_exp -12 to -4",
+    "linear, means": "linear, from class means",
+}
+
 
 def draw_classes(payload: dict[str, Any], out_png: Path) -> Path:
     """Draw the gains over the best linear read-out, a panel a cell, and the margin."""
@@ -19,12 +29,17 @@ def draw_classes(payload: dict[str, Any], out_png: Path) -> Path:
     for (cell, tuned), line in zip(cells, panels, strict=True):
         same = [row for row in rows if (row["cell"], row["rates_of"]) == (cell, tuned)]
         is_other = cell != tuned and cell.startswith(tuned.split(",")[0])
-        note = f" (rates: {tuned})" if is_other else ""
+        note = f"\n(learning rates chosen on {tuned})" if is_other else ""
         for axes, key, scale in zip(line, ("gain", "auroc_gain"), (100, 1), strict=True):
             _draw_gains(axes, same, key, scale)
-        line[0].set_title(f"{cell}{note}", loc="left", fontsize="medium")
-        line[0].set_xlabel("accuracy: points over linear at its best (dashed: margin)")
+        title = f"{cell}{note}".replace("% wrong", " % wrong labels").replace(
+            "a class", "of a class"
+        )
+        line[0].set_title(title.replace("all,", "all examples,"), loc="left", fontsize="medium")
+        line[0].set_xlabel("accuracy over the best linear, points")
         line[1].set_xlabel("AUROC out of scope, over linear")
+        line[1].set_yticklabels([])
+    figure.supxlabel("mean and 95 % interval over seeds; dashed: margin", fontsize="medium")
     return save_figure(figure, out_png, grid="x")
 
 
@@ -35,7 +50,7 @@ def _draw_gains(
     draw_spread(axes, [scaled(row[key], scale) for row in rows], None, CURRENT, "o")
     axes.axvline(0, color=REFERENCE, linewidth=1)
     axes.axvline(margin * scale, color=POST_HOC, linewidth=1, linestyle="--")
-    name_rows(axes, [row["arm"] for row in rows])
+    name_rows(axes, [ARMS.get(row["arm"], row["arm"]) for row in rows])
 
 
 def draw_bottleneck(payload: dict[str, Any], out_png: Path) -> Path:
@@ -47,11 +62,11 @@ def draw_bottleneck(payload: dict[str, Any], out_png: Path) -> Path:
     heads = list(dict.fromkeys(row["head"] for row in rows))
     pairs = [(width, key) for key in ("share", "alignment") for width in widths]
     for axes, (width, key) in zip(panels, pairs, strict=True):
-        for target, color in ((4.0, CURRENT), (2.0, POST_HOC)):
+        for target, color, marker in ((4.0, CURRENT, "o"), (2.0, POST_HOC, "D")):
             same = [row for row in rows if (row["width"], row["target"]) == (width, target)]
             places = [heads.index(row["head"]) for row in same]
             means = [row[key]["mean"] for row in same]
-            axes.plot(means, places, "o", color=color, label=f"{target:g} nats")
+            axes.plot(means, places, marker, color=color, label=f"at {target:g} nats")
         axes.set_yticks(range(len(heads)), heads)
         axes.set_xlim(left=0)
         axes.set_xlabel(f"{key}, D {width}")
@@ -71,7 +86,7 @@ def draw_masked(payload: dict[str, Any], out_png: Path) -> Path:
         same = [row for row in rows if row["base"] == base]
         _draw_gains(axes, same, "gain", margin=0.02)
         axes.set_title(f"base made with a {base} head", loc="left", fontsize="medium")
-        axes.set_xlabel("nats over the linear head (higher is better)")
+        axes.set_xlabel("nats over the linear head (higher is better; dashed: margin)")
     return save_figure(figure, out_png, grid="x")
 
 
