@@ -264,6 +264,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         if self.eval_accumulation_steps == 0:
             raise ValueError("training.eval_accumulation_steps: expected a number above 0, got 0")
         self.report_to = "none" if self.report_to is None else self.report_to
+        self.eval_delay = self.eval_delay or 0  # None is the default of `set_evaluate`
         for name in ("log_level", "log_level_replica"):
             if (level := getattr(self, name)) not in trainer_log_levels:
                 raise ValueError(
@@ -305,6 +306,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         Raises:
             ValueError: A value is wrong, or two do not go together.
         """
+        self._check_theirs()  # which may have been set since, as by `set_save`
         head, h_exp = self.head, self.h_exp
         if head is None and own_head is not None:
             head, own_h_exp = _sections_of(own_head)

@@ -135,6 +135,18 @@ def test_what_cannot_be_honoured_is_refused(fields, message):
         config_of(**fields)
 
 
+def test_arguments_that_are_set_later_are_checked_like_the_first():
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "h_exp": -12.0}
+    arguments = arguments_with(eval_steps=2, save_steps=2, **best)
+    with pytest.raises(ValueError, match=r"training.save_steps: expected 2 .*, got 4"):
+        config_of(arguments.set_save(steps=4))
+    with pytest.raises(ValueError, match=r"training.log_level: expected one of .*, got 'x'"):
+        config_of(arguments_with().set_logging(level="x"))
+    arguments = arguments_with().set_evaluate(strategy="steps", steps=2)
+    assert config_of(arguments).training["eval_steps"] == 2
+    assert arguments.eval_delay == 0  # transformers sets None, and cannot compare it
+
+
 def test_a_yaml_file_and_its_arguments_say_the_same(make_yaml):
     path = make_yaml(
         loss={"name": "knn_label_smoothing"}, training={"seed": 3, "optim": "adafactor"}
