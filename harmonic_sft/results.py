@@ -216,7 +216,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         texts = [row[index] for row in cells if row[index] != "-"]
-        is_number = bool(texts) and all(NUMBER.fullmatch(text) for text in texts)
+        is_number = all(NUMBER.fullmatch(text) for text in texts)
         justify = "right" if is_number else "left"
         table.add_column(column, justify=justify, overflow="fold", width=widths[index])
     for row in cells:

@@ -194,7 +194,9 @@ class LabeledProgress(ProgressCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the bar of the training steps."""
         if state.is_world_process_zero:
-            self.training_bar = tqdm(total=state.max_steps, desc="Training", dynamic_ncols=True)
+            self.training_bar = tqdm(
+                total=state.max_steps, desc="Training", dynamic_ncols=True, delay=0
+            )
         self.current_step = 0
 
     def on_prediction_step(

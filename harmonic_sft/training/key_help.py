@@ -159,7 +159,7 @@ def _kind(annotation: Any) -> str:
     if origin in (Union, UnionType):
         words = [_kind(member) for member in members if member is not NoneType]
         named = [word for word in dict.fromkeys(words) if word]
-        return " or ".join([*named, "null"] if NoneType in members else named)
+        return " or ".join([*named, "null"] if named and NoneType in members else named)
     if origin is list:
         return f"list of {_kind(members[0])}"
     return WORDS.get(origin or annotation, "")

@@ -135,9 +135,8 @@ def show_closing_table(results: dict[str, Any]) -> None:
         _metrics_row("after training", results["final"]),
     ]
     if results["unigram_loss"] is not None:
-        of_tokens = task in ("masked_lm", "causal_lm")
-        baseline = "unigrams of the text" if of_tokens else "class frequencies alone"
-        rows.append((baseline, f"{results['unigram_loss']:.2f}", *[None] * 6))
+        item = "token" if task in ("masked_lm", "causal_lm") else "class"
+        rows.append((f"{item} frequencies alone", f"{results['unigram_loss']:.2f}", *[None] * 6))
     title = f"{results['run']}: {PREDICTED[task]} of the evaluation split"
     _show_metrics(title, rows)
     if before := results["neighbors_before"]:

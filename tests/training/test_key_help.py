@@ -22,6 +22,7 @@ def test_every_key_has_an_explanation_of_lines_that_fit():
     for name, key in all_keys(_root()):
         assert key.text, name
         assert all(len(line) <= 80 for line in explain(name).splitlines()), name
+        assert key.kind != "null", name
 
 
 def test_the_head_of_the_guide_is_explained_as_the_others_are(monkeypatch):

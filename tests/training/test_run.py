@@ -43,7 +43,12 @@ def test_a_run_leaves_a_model_results_and_a_figure(finished_run, finished_result
     assert "training_args.bin" not in names  # a pickle
     assert {"optimizer.pt", "trainer_state.json", "modeling_harmonic.py"} <= names
     printed = finished_run.with_suffix(".txt").read_text()
-    for words in ("block 2, trained", "before training", "after training", "unigrams of the text"):
+    for words in (
+        "block 2, trained",
+        "before training",
+        "after training",
+        "token frequencies alone",
+    ):
         assert words in printed
 
 
