@@ -322,6 +322,8 @@ def _as_base(
 ) -> Base:
     """Check and cast a backbone, and drop its local path, which nobody may publish."""
     check_embeddings(name, backbone)
+    if backbone.config.model_type == "fnet" and dtype != torch.float32:
+        raise ValueError(f"dtype: expected float32 for the Fourier transforms of FNet, got {dtype}")
     cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
     backbone.config.name_or_path = ""
     origin = {"base_dtype": str(dtype).removeprefix("torch."), "dtype": dtype}
@@ -378,7 +380,8 @@ def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> 
     """
     is_ours = config.model_type in ("harmonic", "neobert")
     is_not_one_body = config.is_encoder_decoder or config.get_text_config() is not config
-    is_not_one_body |= config.model_type == "reformer"  # it has two streams of hidden states
+    # Two streams of hidden states; a decoder alone, which would be saved without its encoder.
+    is_not_one_body |= config.model_type in ("reformer", "whisper")
     if not is_ours and (is_not_one_body or type(config) not in MODEL_MAPPING):
         raise ValueError(
             f"base {name}: expected an encoder or a decoder of text alone that transformers knows, "
