@@ -64,7 +64,8 @@ def inspect_data(
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
     num_left_out, reasons, (exact, near) = data.left_out(windows)
     console.print("\n  ".join([f"Rows left out: {num_left_out}", *reasons]))
-    copies = f"{exact} exact ones, left out, and {near} near ones"
+    copies = f"{exact} exact ones, left out, and {near} near ones, which"
+    copies += " data.eval.drop_near_duplicates leaves out"
     console.print(f"Copies of held-out documents: {copies}")
     lengths = row_lengths(rows)
     sizes = {"rows": lengths}

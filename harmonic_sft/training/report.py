@@ -54,6 +54,10 @@ DIFFERENCE_NOTE = (
     "Mean ± half of the 95 % t interval over paired seeds; p is corrected over the table by Holm; "
     f"with fewer than {MIN_SEEDS} seeds a difference is undecided. "
 )
+COPIES = (
+    "Copies of held-out documents: %d exact ones, left out, and %d near ones, which "
+    "data.eval.drop_near_duplicates leaves out."
+)
 UNPAIRED = (
     "Undecided, since they share no two seeds with %s: %s. Give runs that differ only in "
     f"training.seed, each with the same {MIN_SEEDS} seeds or more."
@@ -86,8 +90,7 @@ def log_data(data: LoadedData) -> None:
     if data.fill_rate is not None:
         logger.info("Packed: %.1f %% of every row are tokens, none is cut.", 100 * data.fill_rate)
     if any(data.duplicates):
-        message = "Copies of held-out documents: %d exact ones were left out; near ones: %d."
-        logger.info(message, *data.duplicates)
+        logger.info(COPIES, *data.duplicates)
     if tokens := data.bad_rows.unscored_tokens:
         logger.info("Left out: %d tokens of chunks in which nothing may be predicted.", tokens)
     if first := data.bad_rows.first:

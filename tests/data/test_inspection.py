@@ -91,7 +91,10 @@ def test_counts_and_lengths_of_a_run_are_shown(data, tokenizer, capsys):
     lengths = sorted(len(row["input_ids"]) for row in data.train)
     expected = [NUM_DOCUMENTS - 5, len(data.train), sum(lengths), data.num_tokens]
     assert cells(output, "train")[1:] == [f"{count:,}" for count in expected]
-    assert "Copies of held-out documents: 0 exact ones, left out, and 0 near ones" in output
+    assert (
+        "Copies of held-out documents: 0 exact ones, left out, and 0 near ones, which data.eval."
+        in output
+    )
     assert "Rows left out: 3\n  file.jsonl, line 7: no JSON\n" in output
     assert cells(output, "evaluation")[1:3] == ["5", str(len(data.eval))]
     shortest, middle, _, longest = cells(output, "rows ")[1:5]
@@ -201,7 +204,8 @@ def test_what_a_stream_leaves_out_is_counted(tokenizer, tmp_path, capsys):
         output = show(load(tokenizer, source, **settings), tokenizer, capsys)
         reason = f"'{tmp_path}/a.jsonl', line 2: expected JSON, got: "
         assert f"Rows left out: 21\n  {reason}" in output
-        assert f"documents: {copies} exact ones, left out, and 0 near ones" in output
+        said = f"documents: {copies} exact ones, left out, and 0 near ones, which data.eval.drop"
+        assert said in output
         assert cells(output, "evaluation")[1:3] == [str(held_out)] * 2
 
 
