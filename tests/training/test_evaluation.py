@@ -474,10 +474,11 @@ def test_a_damaged_file_is_an_error_with_its_place(run_copy, tmp_path, name, con
         assert re.search(r": expected (it as it was saved|JSON|a JSON object), got \w+", error)
 
 
-def test_an_export_says_where_it_is(run_copy, tmp_path, capsys):
+def test_an_export_says_where_it_is(run_copy, tmp_path, capsys, caplog):
     target = tmp_path / "linear"
     assert main(["export", str(run_copy), "--output", str(target)]) == 0
     assert capsys.readouterr().out == f"{target}\n"
+    assert "Its README.md says" in caplog.text
 
 
 def test_an_empty_list_of_documents_and_no_tokenizer_are_named(run_copy, capsys):
