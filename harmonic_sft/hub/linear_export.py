@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from harmonic_sft.config import read_yaml
 from harmonic_sft.data.heldout import run_home
 from harmonic_sft.hub.staging import (
-    NAMES_CODE,
+    CODE_FIELDS,
     PushError,
     base_license,
     copy_tokenizer,
@@ -207,7 +207,7 @@ def _architecture(folder: Path) -> str:
 def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
     """Return transformers' own causal language model with the same body, not copied."""
     config = copy.deepcopy(model.config.text_config)
-    for name in NAMES_CODE:
+    for name in CODE_FIELDS:
         vars(config).pop(name, None)
     config.tie_word_embeddings = False
     for field in FACTORS:  # they are in the weight

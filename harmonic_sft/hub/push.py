@@ -30,8 +30,8 @@ from harmonic_sft.hub.staging import (
     FIGURE,
     LICENSE,
     SECRET,
-    SENTENCES,
-    TOKENIZER,
+    SENTENCE_FILES,
+    TOKENIZER_FILES,
     PushError,
     base_license,
     check_completed,
@@ -42,7 +42,7 @@ from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objectiv
 from harmonic_sft.results import without_secrets
 
 logger = logging.getLogger(__name__)
-MAX_WORDS = 200  # characters of what the Hub says
+MAX_QUOTED = 200  # characters of a message of the Hub
 # What an earlier push may have left.
 CODE = tuple(path.name for path in Path(objective.__file__).parent.glob("[!_]*.py"))
 OURS = (
@@ -56,11 +56,11 @@ OURS = (
     "adapter_config.json",
     "adapter_model.safetensors",
     *CODE,
-    *SENTENCES,
-    *TOKENIZER,
+    *SENTENCE_FILES,
+    *TOKENIZER_FILES,
 )
 FOREIGN = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.h5", "*.msgpack")
-OTHERS = ("*.pt", "*.pth", "*.ckpt", "*.onnx")  # weights too, but nothing that we would replace
+OTHER_WEIGHTS = ("*.pt", "*.pth", "*.ckpt", "*.onnx")  # which no push of ours replaces
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")  # of the backbone
 
 LOGIN = "Run `hf auth login`, in a notebook huggingface_hub.login()"
@@ -74,9 +74,9 @@ REASONS = {
 }
 
 
-# What comes of an answer of another form than the Hub's, and of none.
-STRANGE = (KeyError, TypeError, AttributeError, json.JSONDecodeError)
-NO_ANSWER = (HTTPError, OSError, ValueError, *STRANGE)
+# Errors after an answer that is not the Hub's, and without any answer.
+STRANGE_ANSWER = (KeyError, TypeError, AttributeError, json.JSONDecodeError)
+NO_ANSWER = (HTTPError, OSError, ValueError, *STRANGE_ANSWER)
 
 
 class ForeignRepoError(ValueError):
@@ -191,14 +191,14 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
     except ForeignRepoError:
         raise
     except (*NO_ANSWER, RuntimeError) as error:
-        known = "The repo's last revision and the run are as before."
+        state = "The repo's last revision and the run are as before."
         if _may_have_arrived(error):
-            known = "The commit may have arrived: look at the repo. The run is as before."
+            state = "The commit may have arrived: look at the repo. The run is as before."
         raise PushError(
-            f"push: expected the Hub to take {to.repo_id}, got an error. {_reason(error)} {known} "
+            f"push: expected the Hub to take {to.repo_id}, got an error. {_reason(error)} {state} "
             f"Try again: {to.command(trained.path)}"
         ) from None
-    if "README.md" in _names(info):
+    if "README.md" in _file_names(info):
         old = f"{info.sha} of {to.repo_id}"
         logger.info("README.md was replaced by the new card; the old one is in commit %s.", old)
     return commit.commit_url
@@ -207,15 +207,16 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
 def _operations(
     staged: Path, info: ModelInfo, to: Destination
 ) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """Add what is staged, and delete what another push has left and would now mislead.
+    """Add what is staged, and delete files of earlier pushes that would now mislead.
 
     `HfApi.upload_folder` is not for this: with hf_xet it makes several commits.
     """
     paths = sorted(path for path in staged.rglob("*") if path.is_file())
     added = {path.relative_to(staged).as_posix(): path for path in paths}
     patterns = (*OURS, *FOREIGN) if to.force else OURS
-    stale = [n for n in _names(info) if n not in added and any(_matches(n, p) for p in patterns)]
-    if LICENSE in _names(info):  # it may be the owner's own
+    names = _file_names(info)
+    stale = [n for n in names if n not in added and any(_matches(n, p) for p in patterns)]
+    if LICENSE in names:  # it may be the owner's own
         added.pop(LICENSE, None)
     return [
         *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=p) for name, p in added.items()),
@@ -238,8 +239,8 @@ def _check_repo(info: ModelInfo, config: HarmonicConfig, to: Destination) -> Non
 
 
 def _foreign_content(info: ModelInfo, config: HarmonicConfig) -> str | None:
-    """Return what of a repo is not of this model, None if there is nothing."""
-    names = _names(info)
+    """Say what in a repo does not belong to this model; None if everything does."""
+    names = _file_names(info)
     if "config.json" in names:
         theirs, ours = (_kind(fields) for fields in (_read(info, "config.json"), config.to_dict()))
         different = [key for key, value in ours.items() if theirs[key] != value]
@@ -250,29 +251,29 @@ def _foreign_content(info: ModelInfo, config: HarmonicConfig) -> str | None:
     if "adapter_config.json" in names:
         modules = _read(info, "adapter_config.json").get("modules_to_save") or []
         return None if "dist_head" in modules else "an adapter of another model"
-    weights = (*FOREIGN, *OTHERS)
+    weights = (*FOREIGN, *OTHER_WEIGHTS)
     found = any(fnmatchcase(name, pattern) for name in names for pattern in weights)
     return "weights of another model" if found else None
 
 
 def _kind(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what two versions of one model have in common."""
+    """Return the fields of a configuration that all versions of one model share."""
     backbone = config.get("text_config") or {}
     kind = {key: config.get(key) for key in ("model_type", "architectures")}
     return kind | {f"text_config.{key}": backbone.get(key) for key in SHAPE}
 
 
-def _names(info: ModelInfo) -> list[str]:
+def _file_names(info: ModelInfo) -> list[str]:
     return [file.rfilename for file in info.siblings or []]
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a file is one of those; `*` stays in its folder."""
+    """Whether a name matches; `*` matches no `/`."""
     return name.count("/") == pattern.count("/") and fnmatchcase(name, pattern)
 
 
 def _read(info: ModelInfo, name: str) -> dict[str, Any]:
-    """Read a JSON file of the repo; what is no mapping, or broken, is empty."""
+    """Read a JSON file of the repo; one that is broken, or no mapping, counts as empty."""
     try:
         content = json.loads(Path(hf_hub_download(info.id, name, revision=info.sha)).read_bytes())
     except ValueError:
@@ -285,10 +286,10 @@ def _status(error: BaseException) -> int | None:
 
 
 def _may_have_arrived(error: BaseException) -> bool:
-    """Whether the commit itself had no answer, or one of a Hub with a problem of its own."""
+    """Whether the request that commits got no answer, or a server error."""
     error, status = _cause(error), _status(_cause(error))
     if not isinstance(error, HTTPError):
-        return isinstance(error, STRANGE)
+        return isinstance(error, STRANGE_ANSWER)
     try:
         request = error.response.request if isinstance(error, HfHubHTTPError) else error.request
     except RuntimeError:  # an error of no request
@@ -297,7 +298,7 @@ def _may_have_arrived(error: BaseException) -> bool:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return what the client wraps where it breaks an upload."""
+    """Return the HTTP error that the client wraps in others, the error itself if there is none."""
     while not isinstance(error, HTTPError) and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -306,7 +307,7 @@ def _cause(error: BaseException) -> BaseException:
 def _reason(error: BaseException) -> str:
     error = _cause(error)
     status = _status(error)
-    if isinstance(error, STRANGE):
+    if isinstance(error, STRANGE_ANSWER):
         name = type(error).__name__
         return f"It answered otherwise than the Hub ({name}). Is a proxy or a login page before it?"
     if isinstance(error, OfflineModeIsEnabled):
@@ -316,13 +317,13 @@ def _reason(error: BaseException) -> str:
     if status is None:
         return without_secrets(f"{str(error).strip().rstrip('.')}.")
     advice = REASONS.get(status, "The Hub has a problem" if status >= 500 else "It was refused")
-    return f"{advice} (HTTP {status}{_said(error)})."
+    return f"{advice} (HTTP {status}{_server_message(error)})."
 
 
-def _said(error: BaseException) -> str:
+def _server_message(error: BaseException) -> str:
     """Return the Hub's own words after a colon: one line, without a token."""
     words = (error.server_message or "").strip() if isinstance(error, HfHubHTTPError) else ""
     line, token = words.split("\n")[0].rstrip("."), get_token()
     if not line or SECRET.search(line) or (token is not None and token in line):
         return ""
-    return f": {line if len(line) <= MAX_WORDS else f'{line[:MAX_WORDS]}...'}"
+    return f": {line if len(line) <= MAX_QUOTED else f'{line[:MAX_QUOTED]}...'}"

@@ -67,7 +67,7 @@ class Destination:
 
 
 def _read_run(home: Path) -> dict[str, Any]:
-    """Read `run.yaml`; what was a folder here, not a data set on the Hub, begins with `./`."""
+    """Read `run.yaml`, with `./` before relative paths of local data, unlike names on the Hub."""
     run, held_out = read_yaml(home / "run.yaml"), home / "results" / f"{LIST}.json"
     known = read_results(held_out).get("sources", []) if held_out.is_file() else []
     for source, saved in zip((run.get("data") or {}).get("sources", []), known, strict=False):

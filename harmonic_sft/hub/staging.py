@@ -52,7 +52,7 @@ from harmonic_sft.results import read_results, reading, without_secrets
 
 FORMAT = {"format": "pt"}  # of safetensors: transformers asks for it
 FIGURE, LICENSE = "training.png", "LICENSE"
-TOKENIZER = (
+TOKENIZER_FILES = (
     "tokenizer*.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -66,10 +66,10 @@ TOKENIZER = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-# May spell a path or a secret as a token.
-WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
-SENTENCES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
-NAMES_CODE = ("auto_map", "custom_pipelines")  # of the base, which training does not run
+# They are not searched for secrets, which a token may spell.
+VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
+CODE_FIELDS = ("auto_map", "custom_pipelines")  # of the base, which training does not run
 SECRET = re.compile(  # in a card or JSON
     r"hf_[A-Za-z0-9]{30}|signature=|token=|[?&]sig=|x-(amz|goog)-credential=", re.I
 )
@@ -198,7 +198,7 @@ def check_completed(trained: TrainedFolder, form: Form) -> None:
 def check_publishable(trained: TrainedFolder, form: Form) -> None:
     """Refuse to publish NaN, a head that predicts nothing, and one whose code is not published.
 
-    Of the other forms than `full` only what was trained is read.
+    Only the form `full` reads more than what was trained.
     """
     config, state = trained.config, dict(read_tensors(trained.path, ("dist_head.",)))
     tensors: Iterable[tuple[str, Tensor]] = read_tensors(trained.path, ("",))
@@ -216,11 +216,11 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
     vocab_size = next(len(t) for name, t in state.items() if name.split(".")[-1] == "weight")
     with torch.device("meta"):
         head = build_head(config.head, hidden_size=size, vocab_size=vocab_size)
-    for one in head.modules():
-        if isinstance(one, Head) and not type(one).__module__.startswith("harmonic_sft.models."):
+    for part in head.modules():
+        if isinstance(part, Head) and not type(part).__module__.startswith("harmonic_sft.models."):
             raise ValueError(
                 "head: expected a class of harmonic_sft/models, whose files are published, got "
-                f"{type(one).__name__} of {type(one).__module__}. Write it there"
+                f"{type(part).__name__} of {type(part).__module__}. Write it there"
             )
     head.load_state_dict(state, assign=True)
     for problem in check_prototypes(head, is_tied=config.tie_word_embeddings):
@@ -272,7 +272,7 @@ def check_clean(target: Path, trained: TrainedFolder) -> None:
         "the path of the run": str(run_home(trained.path.resolve())),
     }
     for path in sorted(target.rglob("*")):
-        if not path.is_file() or path.suffix in (".safetensors", ".png") or path.name in WORDS:
+        if not path.is_file() or path.suffix in (".safetensors", ".png") or path.name in VOCABULARY:
             continue
         content = path.read_text(encoding="utf-8", errors="replace")
         found = [
@@ -296,7 +296,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     Raises:
         ValueError: The tokenizer that trained has code of its own.
     """
-    _copy(source, target, TOKENIZER)
+    _copy(source, target, TOKENIZER_FILES)
     path = target / "tokenizer_config.json"
     if not path.is_file():
         return
@@ -313,7 +313,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:
-    """Return what was trained in the backbone, by the names that a model has for it."""
+    """Return the trained weights of the backbone, by their names in a model."""
     names = {name for name in trained.config.trained_parameters or () if name.startswith(BACKBONE)}
     found = dict(read_tensors(trained.path, tuple(names)))
     if names <= found.keys():
@@ -323,7 +323,7 @@ def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:
 
 
 def _state_of_model(trained: TrainedFolder) -> dict[str, Tensor]:
-    """Return the backbone's weights by a model's names; experts are saved one by one."""
+    """Return the backbone's weights by their names in a model, which saves experts one by one."""
     model = HarmonicModel.from_pretrained(trained.path, dtype="auto")
     return {f"model.{name}": value for name, value in model.state_dict().items()}
 
@@ -335,7 +335,7 @@ def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> Non
     fields |= {"base_model": public_base(config), "partial": partial}
     for private in (fields, fields["text_config"]):
         private.pop("_name_or_path", None)
-    for name in NAMES_CODE:
+    for name in CODE_FIELDS:
         fields["text_config"].pop(name, None)
     (target / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     for name in _classes(fields.get("auto_map")):  # the folder may hold other files by now
@@ -376,7 +376,7 @@ def _write_sentence_config(config: HarmonicConfig, target: Path) -> None:
         "pooling_mode_cls_token": config.pooling == "cls",
     }
     (target / "1_Pooling").mkdir()
-    for name, content in zip(SENTENCES, (modules, length, pooling), strict=True):
+    for name, content in zip(SENTENCE_FILES, (modules, length, pooling), strict=True):
         _write_json(target / name, content)
 
 
