@@ -34,7 +34,7 @@ def _byte_lengths(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
     is_byte_level, is_wordpiece = False, any(t.startswith("##") for t in tokenizer.get_vocab())
-    if backend is not None:  # which knows; "##" can be text
+    if backend is not None:  # the backend knows; in a vocabulary "##" can be text
         is_byte_level = "ByteLevel" in str(backend.decoder)
         is_wordpiece = isinstance(backend.model, WordPiece)
     lengths = []

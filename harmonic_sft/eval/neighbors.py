@@ -32,9 +32,9 @@ def nearest_prototypes(
 
 
 def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of every token; of white space and of parts of a character its name.
+    """Return every token's text, or its name for white space and parts of a character.
 
-    Rows that pad the vocabulary have no name: of these it is the number.
+    Rows that only pad the vocabulary have no name, and get their number.
     """
     texts = [tokenizer.decode([index]).strip() for index in ids]
     names = tokenizer.convert_ids_to_tokens(list(ids))
@@ -88,19 +88,20 @@ def explain(
     if not 1 <= top <= len(head.prototypes):
         raise ValueError(f"--top: expected 1 to {len(head.prototypes)} tokens, got {top}")
     batch = tokenizer(text, return_tensors="pt").to(model.device)
-    # What a tokenizer puts after a text is not what a decoder is to continue.
+    # A decoder continues the text, without the tokens that the tokenizer puts after it.
     ending = len(SpecialTokens.of(tokenizer).suffix) if model.is_causal else 0
     length = batch["input_ids"].shape[1] - ending
     ids = batch["input_ids"][0, :length]  # [T]
     check_length(model, len(ids))
-    is_asked = ids == tokenizer.mask_token_id if tokenizer.mask_token_id is not None else ids < 0
+    mask_token_id = -1 if tokenizer.mask_token_id is None else tokenizer.mask_token_id
+    is_predicted = ids == mask_token_id  # [T]
     if model.is_causal:
-        is_asked = torch.arange(len(ids), device=ids.device) == len(ids) - 1
-    if not is_asked.any():
+        is_predicted = torch.arange(len(ids), device=ids.device) == len(ids) - 1
+    if not is_predicted.any():
         wanted = f"{tokenizer.mask_token} where a token is to be predicted"
         raise ValueError(f"text: expected {'a text' if model.is_causal else wanted}, got {text!r}")
     inputs = {key: batch[key][:, :length] for key in ("input_ids", "attention_mask")}
-    states = model.model(**inputs).last_hidden_state[0, is_asked]  # [P, D]
+    states = model.model(**inputs).last_hidden_state[0, is_predicted]  # [P, D]
     probabilities = head(states).softmax(-1)  # [P, V]
     lazy, distances = head.lazy_logits(states), None
     if isinstance(lazy, DistanceLogits):

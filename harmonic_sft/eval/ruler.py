@@ -102,10 +102,10 @@ def semantic_errors(
     others = np.logical_and.reduce([ruler.is_word[judged[0].labels], *(j.wrong for j in judged)])
     targets, other_targets = vectors[labels[items]], vectors[judged[0].labels[others]]
     documents, found = documents[items], []
-    guesses = [vectors[one.scores.predicted[items]] for one in judged]
+    guesses = [vectors[model.scores.predicted[items]] for model in judged]
     first = (guesses[0] * targets).sum(-1)
-    for one, guess in zip(judged, guesses, strict=True):
-        cosines, expected = (guess * targets).sum(-1), one.expected[others]
+    for model, guess in zip(judged, guesses, strict=True):
+        cosines, expected = (guess * targets).sum(-1), model.expected[others]
         found.append(
             {
                 "guess": _cosine(guess, targets),

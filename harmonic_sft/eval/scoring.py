@@ -56,7 +56,7 @@ class TokenScores(NamedTuple):
 
 @torch.no_grad()
 def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings: Tensor) -> Tensor:
-    """Score every token of a batch; of the logits those of a few tokens at a time.
+    """Score every token of a batch, with the logits of a few tokens at a time.
 
     Args:
         head: The output head.
@@ -69,9 +69,9 @@ def score_batch(head: Head, hidden_states: Tensor, labels: Tensor, *, embeddings
     """
     scored, size = labels != IGNORE_INDEX, chunk_rows(head.weight)  # [B, S]
     chunks = zip(hidden_states[scored].split(size), labels[scored].split(size), strict=True)
-    found = torch.cat([_score_tokens(head, *chunk, embeddings) for chunk in chunks])  # [N, 5 + G]
-    scores = found.new_full((*labels.shape, found.shape[-1]), torch.nan)
-    scores[scored] = found
+    flat = torch.cat([_score_tokens(head, *chunk, embeddings) for chunk in chunks])  # [N, 5 + G]
+    scores = flat.new_full((*labels.shape, flat.shape[-1]), torch.nan)
+    scores[scored] = flat
     return scores
 
 
@@ -147,8 +147,8 @@ def score(
         return None
     table = np.concatenate(parts)
     columns = table[:, :NUM_COLUMNS].T.astype(np.float64)
-    whole = [np.concatenate(rows), *columns[:3].astype(np.int64)]
-    return TokenScores(*whole, *columns[3:], table[:, NUM_COLUMNS:], num_rows)
+    integers = [np.concatenate(rows), *columns[:3].astype(np.int64)]
+    return TokenScores(*integers, *columns[3:], table[:, NUM_COLUMNS:], num_rows)
 
 
 def documents_of(dataset: Any, num_rows: int) -> np.ndarray:

@@ -99,7 +99,7 @@ def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str,
     return [
         *_text(subject, HELD_OUT, subject.held_out),
         *_shape(subject),
-        *(row for part in parts for row in _tried(*part)),
+        *(row for part in parts for row in _rows_or_missing(*part)),
     ]
 
 
@@ -129,8 +129,8 @@ def _files(pattern: Path, name: str) -> list[tuple[str, Path]]:
     return found or [(name, pattern)]
 
 
-def _tried(group: str, name: str, rows: Rows) -> Rows:
-    """Yield rows of a set; where it cannot be measured to its end, one that says why."""
+def _rows_or_missing(group: str, name: str, rows: Rows) -> Rows:
+    """Yield the rows of a set, and one that says why if it cannot be measured to its end."""
     try:
         yield from rows
     except Unmeasured as error:
@@ -172,13 +172,13 @@ def loss_differences(
         For each other model `model`, `mean` in nats, its 95 % `interval` over documents, `tokens`,
         `documents` and `verdict`: with several models the intervals are Bonferroni's.
     """
-    base, found = losses[0], []
+    base, differences = losses[0], []
     for name, values in zip(names[1:], losses[1:], strict=True):
         level = 1 - (1 - LEVEL) / (len(names) - 1)
         interval = document_interval(values - base, documents, level=level)
         mean = float((values - base).mean())
         decided = interval is not None and not interval[0] <= 0 <= interval[1]
-        found.append(
+        differences.append(
             {
                 "model": name,
                 "against": names[0],
@@ -189,7 +189,7 @@ def loss_differences(
                 "verdict": ("higher" if mean > 0 else "lower") if decided else UNDECIDED,
             }
         )
-    return found
+    return differences
 
 
 def semantic_rows(
