@@ -44,11 +44,11 @@ class _MarginLoss(Loss):
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(head, CosineHead), "checked before"
         logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
-        return label_nll(logits, labels, self._moved(logits.gather(-1, labels), head.scale))
+        return label_nll(logits, labels, self._with_margin(logits.gather(-1, labels), head.scale))
 
     @abstractmethod
-    def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
-        """Return what the logits of the labels `[N, 1]` become."""
+    def _with_margin(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+        """Return the labels' logits `[N, 1]` with the margin."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -68,7 +68,7 @@ class ArcFaceLoss(_MarginLoss):
         default=0.5, ge=0, lt=math.pi, description="Added to the angle, in radians"
     )
 
-    def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+    def _with_margin(self, logits: Tensor, scale: Tensor | float) -> Tensor:
         cosines = logits / scale
         sines = (1 - cosines.square()).clamp_min(MIN_SQUARED_SINE).sqrt()
         turned = cosines * math.cos(self.margin) - sines * math.sin(self.margin)
@@ -89,7 +89,7 @@ class CosFaceLoss(_MarginLoss):
     name: Literal["cosface"] = "cosface"
     margin: float = Field(default=0.35, ge=0, le=2, description="Taken from the label's cosine")
 
-    def _moved(self, logits: Tensor, scale: Tensor | float) -> Tensor:
+    def _with_margin(self, logits: Tensor, scale: Tensor | float) -> Tensor:
         return logits - scale * self.margin
 
 
@@ -137,7 +137,7 @@ class InfoNCELoss(Loss):
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(lazy.weight))
         candidates, targets = labels.unique(return_inverse=True)  # [U], [N]
         states = unit_rows(at_least_float32(lazy.hidden_states))
-        # Gradients of zeros for what takes no part: processes wait for one another's.
+        # What takes no part gets a gradient of zeros, since DDP waits for those of all parameters.
         idle = [p for p in head.parameters() if not len(labels) or p is not head.weight]
         nothing = sum(p.flatten()[:0].sum() for p in idle)
         if not len(labels):

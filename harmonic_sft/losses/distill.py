@@ -47,9 +47,9 @@ class DistillLoss(Loss):
 
         Args:
             head: The old head.
-            body: What gave it its hidden states, if that changes in training: not copied here, see
-                `training.freezing.frozen_copy`. Without one the teacher reads those it is called
-                with.
+            body: The old body, if training changes it; not copied here, see
+                `training.freezing.frozen_copy`. Without one the teacher shares the new head's
+                hidden states.
         """
         return Distillation(self, head, body)
 
@@ -100,15 +100,15 @@ class Distillation:
         """
         if self.weight == 0:
             return CrossEntropyLoss()(head, hidden_states, labels)
-        states = self._taken(hidden_states)
+        states = self._teacher_states(hidden_states)
         if self.teacher.weight.device != hidden_states.device:  # under torch.func `to` breaks it
             self.teacher.to(hidden_states.device)
-        logits, taught = head.lazy_logits(hidden_states), self.teacher.lazy_logits(states)
-        if isinstance(logits, AffineLogits | DistanceLogits) and isinstance(taught, AffineLogits):
-            second = (taught.weight.detach(), taught.hidden_states.detach(), taught.bias)
+        logits, teacher = head.lazy_logits(hidden_states), self.teacher.lazy_logits(states)
+        if isinstance(logits, AffineLogits | DistanceLogits) and isinstance(teacher, AffineLogits):
+            second = (teacher.weight.detach(), teacher.hidden_states.detach(), teacher.bias)
             mix = (1 - self.weight, self.weight)
             return chunked_loss(logits, labels, stage="distillation", second=second, mix=mix).loss
-        rows = max(1, chunk_rows(head.weight) // 4)  # of which there are some seven matrices
+        rows = max(1, chunk_rows(head.weight) // 4)  # a chunk has some seven such matrices
         widths = [hidden_states.shape[1], states.shape[1]]
 
         def dense(head: Head, both: Tensor, labels: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ class Distillation:
         # Side by side, so that both are cut into the same chunks.
         return by_chunks(dense, head, torch.cat([hidden_states, states], -1), labels, rows=rows)
 
-    def _taken(self, hidden_states: Tensor) -> Tensor:
-        """Return what the teacher reads `[N, E]`, and forget what the old body made."""
+    def _teacher_states(self, hidden_states: Tensor) -> Tensor:
+        """Return the teacher's hidden states `[N, E]`; those that `read` has made are used once."""
         if self.body is None:
             return hidden_states.detach()
         states, self._states = self._states, None

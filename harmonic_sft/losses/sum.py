@@ -85,15 +85,15 @@ class WeightedSum:
         """Return one loss per token; see `Loss`. A wasserstein term has squared units."""
         logits = head.lazy_logits(hidden_states)
         terms = list(zip(self.weights, self.losses, strict=True))
-        found = []
+        losses = []
         exact = [term for term in terms if isinstance(term[1], Transport) and not term[1].top_k]
         plain = [term for term in terms if _is_plain(term[1])]
         if exact and plain and isinstance(logits, AffineLogits | DistanceLogits):
             (carried, transport), (own, _) = exact[0], plain[0]
-            found.append(transport.with_cross_entropy(logits, head, labels, mix=(own, carried)))
+            losses.append(transport.with_cross_entropy(logits, head, labels, mix=(own, carried)))
             terms = [t for t in terms if t is not exact[0] and t is not plain[0]]
-        found += [_Weighted.apply(loss(head, hidden_states, labels), w) for w, loss in terms]
-        return functools.reduce(operator.add, found)
+        losses += [_Weighted.apply(loss(head, hidden_states, labels), w) for w, loss in terms]
+        return functools.reduce(operator.add, losses)
 
 
 def _is_plain(loss: Any) -> bool:

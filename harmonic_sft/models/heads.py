@@ -129,8 +129,7 @@ class MultiHead(OuterHead, SphereHead):
 
     def settings(self) -> dict[str, Any]:
         """Return the name and the fields of this head, with the inner head's settings."""
-        fields = {"num_heads": self.num_heads, "inner": self.inner.settings()}
-        return {"name": "multi_head", **fields}
+        return {"name": "multi_head", "num_heads": self.num_heads, "inner": self.inner.settings()}
 
     def _whole(self, hidden_states: Tensor) -> AffineLogits | DistanceLogits:
         """Return the logits whose columns are those of all slices."""

@@ -50,7 +50,7 @@ def by_chunks(
     size = rows or chunk_rows(head.weight)
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     sources: list[Tensor] = [hidden_states, *shared, *parameters]
-    if not torch.is_grad_enabled():  # a Function is told so too late
+    if not torch.is_grad_enabled():  # a Function would not see this
         sources = [source.detach() for source in sources]
     losses: Tensor = _Chunks.apply(loss_fn, head, (size, len(shared)), labels, *sources)
     return losses
@@ -91,7 +91,7 @@ class _Chunks(torch.autograd.Function):
         (grad,) = upstream
         if is_uniform(grad):
             factors = factors_for(gradients, grad)
-            scaled = [one * factor for one, factor in zip(gradients, factors, strict=True)]
+            scaled = [gradient * f for gradient, f in zip(gradients, factors, strict=True)]
         else:
             scaled = _differentiate(ctx, inputs, grad)[1]
         remaining = iter(scaled)
@@ -110,7 +110,7 @@ def _differentiate(
     totals = [torch.zeros_like(source, dtype=kept_dtype(source)) for source in sources]
     hidden_gradient = torch.zeros_like(hidden_states, dtype=kept_dtype(hidden_states))
     losses = []
-    # Without any token once more, for a graph.
+    # Without tokens one empty chunk still runs, so that the result has a graph.
     for chunk in chunk_slices(len(labels), ctx.rows) if len(labels) else [slice(0, 0)]:
         # The gradients are made here, where autocast, if it is on, would round their products.
         no_autocast = torch.autocast(hidden_states.device.type, enabled=False)
@@ -121,11 +121,11 @@ def _differentiate(
             wanted = [states] * needs[0] + sources
             if not loss.requires_grad:
                 continue
-            total = loss.sum() if weights is None else (loss * weights[chunk]).sum()
-            # An error if parameters are others by now, under FSDP or `torch.func.functional_call`.
-            gradients = list(torch.autograd.grad(total, wanted))
+            loss_sum = loss.sum() if weights is None else (loss * weights[chunk]).sum()
+            # Raises if FSDP or `torch.func.functional_call` has replaced the parameters.
+            gradients = list(torch.autograd.grad(loss_sum, wanted))
         if needs[0]:
             hidden_gradient[chunk] = gradients.pop(0)
-        for sum_of, gradient in zip(totals, gradients, strict=True):
-            sum_of.add_(gradient)
+        for total, gradient in zip(totals, gradients, strict=True):
+            total.add_(gradient)
     return torch.cat(losses), [hidden_gradient] * needs[0] + totals

@@ -264,6 +264,5 @@ def _finished(arguments: Arguments, gradients: dict[str, Tensor]) -> tuple[Tenso
 def _token_weights(arguments: Arguments, tokens: slice, dtype: torch.dtype) -> Tensor:
     """Return the weights of the chunk's tokens `[T]`."""
     if arguments.token_weights is None:
-        count = len(arguments.hidden_states[tokens])
-        return arguments.hidden_states.new_ones(count, dtype=dtype)
+        return arguments.hidden_states.new_ones(len(arguments.labels[tokens]), dtype=dtype)
     return arguments.token_weights[tokens].to(dtype)

@@ -87,8 +87,7 @@ def _gradient(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 def _weighted(arguments: Arguments, upstream: Tensor) -> Arguments:
     """Return the arguments that make the gradients of the sum of losses times `upstream` `[N]`."""
-    weights = arguments.token_weights
-    needs = list(arguments.needs)
+    weights, needs = arguments.token_weights, list(arguments.needs)
     needs[Arguments._fields.index("h_exp")] = False  # its gradient was made with the losses
     return arguments._replace(
         token_weights=upstream if weights is None else weights * upstream,

@@ -7,7 +7,7 @@ With p the softmax of a token's logits, t its target and q, c what the second lo
 - distillation: a (p_j - t_j) + b (p_j - q_j), q the softmax of a linear teacher;
 - transport: a (p_j - t_j) + b p_j (c_j - sum_k p_k c_k), c_j = |e_j - e_label| ** 2.
 
-a is `label_factor` and b `second_factor`, the two numbers of `Arguments.mix`.
+e are points `[V, E]`, a is `label_factor` and b `second_factor`: the numbers of `Arguments.mix`.
 """
 
 import math
@@ -220,10 +220,7 @@ class DistillationStage(CrossEntropyStage):
 
 
 class TransportStage(CrossEntropyStage):
-    """label_factor * -log p_label + second_factor * sum_j p_j |e_j - e_label| ** 2.
-
-    The points e are `[V, E]`.
-    """
+    """label_factor * -log p_label + second_factor * sum_j p_j |e_j - e_label| ** 2."""
 
     def __init__(self, arguments: Arguments):
         super().__init__(arguments)
