@@ -40,7 +40,7 @@ class MaskedRows(torch.utils.data.Dataset):
         fixed_epoch: int | None = None,
     ) -> None:
         self.rows = rows.with_format("numpy")
-        self._table = rows.with_format("arrow")  # of which one row is read five times as fast
+        self._table = rows.with_format("arrow")  # reads one row five times as fast
         self.masker, self.packs, self.fixed_epoch = masker, packs, fixed_epoch
         self._epoch = torch.tensor(fixed_epoch or 0)
         if fixed_epoch is None:  # workers that outlive an epoch see the next one's number

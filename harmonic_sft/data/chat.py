@@ -131,7 +131,7 @@ class ConversationWriter:
                 "none. Set one of them."
             )
         everything = self.loss_on == "all"
-        if self.is_causal and conversation.is_text:  # one after the other, as it will be prompted
+        if self.is_causal and conversation.is_text:  # as a decoder will be prompted
             prompt = conversation.messages[0]["content"]
             text = prompt + conversation.messages[1]["content"]
             scored = True if everything else [(len(prompt), len(text))]
@@ -161,7 +161,7 @@ class ConversationWriter:
             num_turns = sum(message["role"] == "assistant" for message in messages)
             if len(marks) != num_turns:
                 raise _no_masks(f"{len(marks)} generation marks for {num_turns} assistant turns")
-            spans = marks[-len(turns) :]  # turns are all the assistant's, or the last ones
+            spans = marks[-len(turns) :]  # those to score are all the assistant's, or the last ones
         elif turns:
             for turn in turns:
                 before, _ = self._render(messages[:turn], tools, header=True)

@@ -107,7 +107,7 @@ def file_shards(file: str, *, name: str) -> list[Shard]:
 
 
 def read_shards(shards: list[Shard]) -> Iterator[Row]:
-    """Yield the rows of files in order, those of one shard never needing more memory than a batch.
+    """Yield the rows of files in order, holding no more than a batch of a shard in memory.
 
     A list, so that `datasets` deals it out to processes.
 
@@ -219,18 +219,18 @@ def _json_rows(file: str) -> Iterator[Row]:
 
 
 def _parquet_rows(shard: Shard) -> Iterator[Row]:
-    """Yield the rows of a row group, of which all are lost that follow a broken page."""
+    """Yield the rows of a row group; all rows after a broken page are lost."""
     first, end = shard.first_row, shard.first_row + shard.num_rows
     try:
         with _open_parquet(shard.file) as parquet:
             _check_names(parquet.schema_arrow.names)
             features = _features(parquet.schema_arrow)
-            # Media stay as they are: nobody reads them.
-            spelled = datasets.Features({k: v for k, v in features.items() if "Json(" in repr(v)})
+            # Only JSON is decoded: nobody reads images and sounds.
+            encoded = datasets.Features({k: v for k, v in features.items() if "Json(" in repr(v)})
 
             def decode(row: Any) -> Row:
                 row = row.to_pylist()[0] if isinstance(row, pa.RecordBatch) else row
-                return row | spelled.decode_example({name: row[name] for name in spelled})
+                return row | encoded.decode_example({name: row[name] for name in encoded})
 
             size = parquet.metadata.row_group(shard.row_group).total_byte_size
             num_rows = max(1, min(BATCH_ROWS, BATCH_BYTES * shard.num_rows // max(1, size)))
@@ -253,9 +253,9 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
 
 
 def _features(schema: pa.Schema) -> datasets.Features:
-    """Describe columns, but those of types that datasets does not know, such as maps.
+    """Describe the columns whose types datasets knows; it does not know maps, for example.
 
-    Dictionaries (categories of pandas), unknown there too, are spelled out.
+    Dictionaries (categories of pandas), also unknown, are described by their values.
     """
     found = datasets.Features()
     for field in schema:
@@ -327,7 +327,7 @@ def _check_object(value: Any) -> Row:
 
 
 def _lines(file: str) -> Iterator[tuple[int, bytes]]:
-    """Number the lines of a file from 1; of those that are too long for `_text`, the beginning."""
+    """Yield the lines of a file, numbered from 1; a line too long for `_text` is cut."""
     with _open_binary(file) as stream:
         for number in itertools.count(1):
             line = stream.readline(MAX_LINE + 1)

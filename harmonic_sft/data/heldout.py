@@ -49,7 +49,7 @@ class Ancestor(NamedTuple):
 def fingerprint(text: str) -> str:
     """Name a document by its text, of a conversation by every turn: 32 hexadecimal digits.
 
-    Texts that differ in white space or Unicode form (NFC, NFD) alone have the same name.
+    Texts that differ only in white space or Unicode form (NFC, NFD) have the same name.
     """
     plain = " ".join(normalize("NFC", text).split()).encode("utf-8", "surrogatepass")
     return sha256(plain).hexdigest()[:32]

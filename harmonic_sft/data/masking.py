@@ -119,9 +119,9 @@ class NextTokenLabels:
     special_tokens: np.ndarray
 
     def maskable(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Tell which tokens of rows, one after the other, may be predicted, `[T]` bool.
+        """Tell which tokens of one or several rows may be predicted, `[T]` bool.
 
-        That nothing stands before the first token of a row is not looked at.
+        The first token of each row counts too, although nothing predicts it.
         """
         everything = np.ones(len(row["input_ids"]), dtype=bool)
         return np.asarray(row.get("scored", everything), dtype=bool)

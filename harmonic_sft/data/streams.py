@@ -71,7 +71,7 @@ class SourceReader:
         stream: int,
         start: Mapping[str, Any] | None,
     ):
-        self._documents_at_start, self._name, self._stream = documents, name, stream
+        self._source, self._name, self._stream = documents, name, stream
         self.start = start or {"epoch": 0, "number": 0, "documents": None}
         self.load(self.start)
 
@@ -85,9 +85,7 @@ class SourceReader:
         """Go to where a reader stood when it gave this `state`."""
         self.epoch, self.number = state["epoch"], state["number"]
         self._loaded, self._has_read = state["documents"], False
-        self._documents = copy.deepcopy(
-            self._documents_at_start
-        )  # readers must not share their places
+        self._documents = copy.deepcopy(self._source)  # readers must not share their places
         self._documents.load_state_dict(self._loaded)
         # Plain iteration would give each worker of a data loader some shards only.
         batches = self._documents.iter(batch_size=1)
