@@ -269,12 +269,15 @@ def stream_steps(documents: IterableDataset) -> list[Any]:
 
 
 def most_streams(documents: IterableDataset) -> int:
-    """Return into how many parts a stream can be split: 1 after `skip` or `take`.
+    """Return into how many parts a stream can be split: 1 if a step of it counts documents.
 
-    datasets would apply these to every part, and so to other documents than before.
+    datasets would count those of every part from 0, and skip, take or number others than before.
     """
-    names = {type(step).__name__ for step in stream_steps(documents)}
-    is_counted = not names.isdisjoint(("SkipExamplesIterable", "TakeExamplesIterable"))
+    counting = ("SkipExamplesIterable", "TakeExamplesIterable")
+    is_counted = any(
+        type(step).__name__ in counting or getattr(step, "with_indices", False)
+        for step in stream_steps(documents)
+    )
     return 1 if is_counted else documents.num_shards
 
 

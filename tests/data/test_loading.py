@@ -551,6 +551,21 @@ def test_a_stream_trains_on_no_document_that_was_skipped(tokenizer, inside):
         assert trained_words(tokenizer, part) == sorted(row["text"] for row in part)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stream: stream.filter(lambda _, index: index >= 30, with_indices=True),
+        lambda stream: stream.rename_column("text", "old").add_column(
+            "text", [f"word{index}" for index in range(140, 180)]
+        ),
+    ],
+)
+def test_the_indices_of_a_stream_are_those_of_its_rows(tokenizer, change):
+    table = Dataset.from_list([{"text": f"word{index}"} for index in range(100, 140)])
+    stream = change(table.to_iterable_dataset(num_shards=4))
+    assert trained_words(tokenizer, stream) == sorted(row["text"] for row in stream)
+
+
 def test_shards_that_a_filter_empties_take_no_part(tokenizer):
     table = Dataset.from_list([{"text": f"word{index}"} for index in range(100, 140)])
     stream = table.to_iterable_dataset(num_shards=4).filter(lambda row: row["text"] < "word115")
