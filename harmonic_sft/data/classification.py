@@ -33,7 +33,7 @@ def class_labels(
         names: Those of a trained model, in its order. Integers that are none of them are their
             numbers. None takes the classes of the training rows.
         order: The order of these classes; None sorts them.
-        has_numbers: Whether integers may be numbers of `names`, and not of another data set.
+        has_numbers: Whether integers may be numbers of `names`; those of another data set are not.
         of_tokens: Whether a row has a label for each word.
         seed: Of the order of the rows.
 
@@ -48,8 +48,8 @@ def class_labels(
     has_numbers = has_numbers and names is not None and not any(map(_is_integer, names))
     if has_numbers and places.keys().isdisjoint(map(str, labels)):
         places = {str(number): number for number in range(len(classes))}
-    found = {label: places.get(str(label)) for label in labels}
-    others = sorted(str(label) for label, number in found.items() if number is None)
+    number_of = {label: places.get(str(label)) for label in labels}
+    others = sorted(str(label) for label, number in number_of.items() if number is None)
     if others and names is None:
         raise ValueError(
             f"data.eval: expected labels that the training rows have, got {_shown(others)}. "
@@ -60,7 +60,7 @@ def class_labels(
             f"data.label_column: expected the model's classes, {_shown(classes)}, got "
             f"{_shown(others)}. Rename the labels, or train a new head over the classes of the rows"
         )
-    numbers = {json.dumps(label): n for label, n in found.items() if n is not None}
+    numbers = {json.dumps(label): n for label, n in number_of.items() if n is not None}
     return ClassLabels(seed=seed, names=classes, numbers=numbers, of_tokens=of_tokens)
 
 

@@ -257,14 +257,14 @@ def _features(schema: pa.Schema) -> datasets.Features:
 
     Dictionaries (categories of pandas), also unknown, are described by their values.
     """
-    found = datasets.Features()
+    features = datasets.Features()
     for field in schema:
         is_category = pa.types.is_dictionary(field.type)
         plain = field.with_type(field.type.value_type) if is_category else field
         with suppress(ValueError):
             column = pa.schema([plain], metadata=schema.metadata)
-            found.update(datasets.Features.from_arrow_schema(column))
-    return found
+            features.update(datasets.Features.from_arrow_schema(column))
+    return features
 
 
 def _check_names(names: Sequence[str]) -> None:
@@ -376,7 +376,7 @@ def _size_and_version(file: str, *, name: str) -> tuple[int, str]:
 
 
 def file_version(file: str) -> str:
-    """Return what changes when a local file does."""
+    """Return a text that changes when a local file does."""
     stat = Path(file).stat()
     # The second time changes with the content even where the first one is set back.
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"

@@ -136,7 +136,7 @@ class Reader:
         self._write = ConversationWriter(self.tokenizer, self.loss_on, is_causal=self.is_causal)
         self.special = SpecialTokens.of(self.tokenizer)  # around a row
         eos = self.tokenizer.eos_token_id
-        # What ends a decoder's text stands once, after its last chunk, and may be a label.
+        # The end of a decoder's text stands once, after its last chunk, and may be predicted.
         self.ending = self.special.suffix or ([] if eos is None else [eos])
         if self.is_causal:
             self.special = SpecialTokens(self.special.prefix, [])

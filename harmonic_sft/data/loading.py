@@ -92,8 +92,8 @@ class LoadedData:
         """
         windows = [window for _, window in sorted(streams.items())]
         rows = self.bad_rows.total + sum(window["skipped"] for window in windows)
-        found = [self.bad_rows.first, *(window["reasons"] for window in windows)]
-        reasons = list(dict.fromkeys(itertools.chain.from_iterable(found)))[:SHOWN_REASONS]
+        lists = [self.bad_rows.first, *(window["reasons"] for window in windows)]
+        reasons = list(dict.fromkeys(itertools.chain.from_iterable(lists)))[:SHOWN_REASONS]
         copies = [self.duplicates, *(window["duplicates"] for window in windows)]
         return rows, reasons, Duplicates(*map(sum, zip(*copies, strict=True)))
 

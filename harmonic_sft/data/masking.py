@@ -127,7 +127,7 @@ class NextTokenLabels:
         return np.asarray(row.get("scored", everything), dtype=bool)
 
     def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
-        """Return what `RowMasker` does of one row; the first token is never predicted."""
+        """Label one row as `RowMasker` does; the first token is never predicted."""
         input_ids = np.asarray(row["input_ids"]).astype(np.int64)  # [T]
         labels = np.where(self.maskable(row), input_ids, IGNORE_INDEX)
         labels[:1] = IGNORE_INDEX
@@ -147,15 +147,15 @@ class ClassLabels:
     of_tokens: bool  # whether a row has a label for each word, at its first token, or only one
 
     def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
-        """Return what `RowMasker` does of one row; the one label of a text is `[]`.
+        """Label one row as `RowMasker` does; the one label of a text is `[]`.
 
         Where no row has a label there are no `labels`.
         """
         input_ids = np.asarray(row["input_ids"]).astype(np.int64)
         if not self.numbers:
             return {"input_ids": input_ids}
-        found = [self.numbers.get(label, IGNORE_INDEX) for label in row["labels"]]
-        labels = np.array(found, dtype=np.int64)  # [T]
+        numbers = [self.numbers.get(label, IGNORE_INDEX) for label in row["labels"]]
+        labels = np.array(numbers, dtype=np.int64)  # [T]
         if not self.of_tokens:
             labels = labels[labels != IGNORE_INDEX].reshape(())
         return {"input_ids": input_ids, "labels": labels} | _weights(row, labels.shape)

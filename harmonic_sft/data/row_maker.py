@@ -155,7 +155,7 @@ class RowMaker:
         for (document, draft), tokens in zip(drafts, encoded, strict=True):
             with bad_rows.caught(self.name, self._place(document)):
                 chunks = self._cut(tokens, document, bad_rows)
-                # What tells copies of a document stands in its first row.
+                # Only the first row of a document has the traces by which copies are found.
                 traces = {"fingerprint": fingerprint(draft.text), "words": word_hashes(draft.own)}
                 rows += [chunks[0] | traces, *chunks[1:]]
         return rows, bad_rows
@@ -170,7 +170,7 @@ class RowMaker:
         common = {"source": self.source, "document": document[NUMBER]}
         if self.weight_column is not None:
             common["weight"] = weight_of(document, self.weight_column)
-        # What a column has at the special tokens of a row; a text may be predicted as a whole.
+        # The values at the special tokens of a row; in plain text these are predicted too.
         fills = {"scored": self.read.row_format == "text", "word_ids": NO_WORD, "labels": None}
         fills = {name: fills[name] for name in self.columns if name in fills}
         special = self._special_around(encoded)
@@ -285,14 +285,14 @@ def rows_sha256(rows: Iterable[Row]) -> str:
 
 
 def _read_report(table: Path, report: Path) -> BadRows | None:
-    """Return what a whole table of an earlier run left out, None if there is no such table."""
+    """Return the bad rows of an earlier run's table, None if no whole table is there."""
     if not table.exists():
         return None
     try:
-        checksum, found = json.loads(report.read_text())
+        checksum, fields = json.loads(report.read_text())
         if checksum == file_sha256(table):
-            places = {place: (reason, rows) for place, (reason, rows) in found["places"].items()}
-            return BadRows(**found | {"places": places})
+            places = {place: (reason, rows) for place, (reason, rows) in fields["places"].items()}
+            return BadRows(**fields | {"places": places})
     except (OSError, KeyError, TypeError, ValueError):
         pass  # the report is damaged
     logger.warning("The cached table %s is damaged. It is made again.", table)

@@ -54,7 +54,7 @@ DOCSTRINGS = "python:docstrings"
 COMPARED = 100  # rows, to see whether a transform makes labels
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
-# Of files of a folder that may hold rows, and of compressed ones.
+# Endings of files in a folder that may hold rows, and of compressed files.
 SUFFIXES = (*FILE_FORMATS, ".tsv", ".jsonlines", ".ndjson", ".text")
 ARCHIVES = (*COMPRESSIONS, ".bz2", ".xz", ".zip", ".lz4")
 SHOWN_FILES = 5  # of a folder, in a message
@@ -224,20 +224,20 @@ def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> 
 
 
 def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...] | None:
-    """Return what the numbers in a column of labels stand for, None if the source does not say."""
+    """Return the names of the numbers in a column of labels, None if the source has none."""
     if column and isinstance(documents, Dataset) and documents.format["type"] == "custom":
         part, plain = slice(None, None, -(-len(documents) // COMPARED)), documents.with_format(None)
         transformed, stored = (rows[part].get(column) for rows in (documents, plain))
         if transformed is None or [np.asarray(label).tolist() for label in transformed] != stored:
             return None  # the transform makes labels of its own
     tables = documents.each_features() if isinstance(documents, FileRows) else [documents.features]
-    found = {_feature_names((features or {}).get(column)) for features in tables}
-    if len(found) > 1:
+    names = {_feature_names((features or {}).get(column)) for features in tables}
+    if len(names) > 1:
         raise ValueError(
             f"data.label_column: expected files whose numbers stand for the same classes, got "
-            f"{list(found)}. Give each file as a source of its own"
+            f"{list(names)}. Give each file as a source of its own"
         )
-    return found.pop()
+    return names.pop()
 
 
 def _feature_names(feature: Any) -> tuple[str, ...] | None:
@@ -260,9 +260,9 @@ def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableData
 
 
 def stream_steps(documents: IterableDataset) -> list[Any]:
-    """Return what the datasets library makes a stream of, from the last step to the first ones."""
+    """Return the steps by which the datasets library makes a stream, from the last to the first."""
     steps: list[Any] = [documents._ex_iterable]
-    for step in steps:  # the list grows by what each is made of
+    for step in steps:  # the list grows by the sources of each step
         steps += getattr(step, "ex_iterables", [])
         steps += [step.ex_iterable] if hasattr(step, "ex_iterable") else []
     return steps
@@ -367,8 +367,8 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:
             builder = load_dataset_builder(
                 str(path), name=source.name, data_files=source.data_files
             )
-        found = builder.config.data_files or {}
-        splits = {str(split): [str(file) for file in found[split]] for split in found}
+        files_of = builder.config.data_files or {}
+        splits = {str(split): [str(file) for file in files_of[split]] for split in files_of}
         card = path / "README.md"
         is_chosen = card.is_file() and "configs" in (metadata_load(card) or {})
         if source.data_files is None and not is_chosen:

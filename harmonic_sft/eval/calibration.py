@@ -34,7 +34,7 @@ def normalizers_at(normalizers: np.ndarray, inverse_temperature: float) -> np.nd
     """
     spline = make_interp_spline(LOG_SCALES, np.eye(len(LOG_SCALES)), DEGREE)
     weights = spline(np.log(inverse_temperature))  # [G]
-    # Of a product NumPy would copy float32 normalizers to float64, all at once.
+    # For a product NumPy would copy all float32 normalizers to float64 at once.
     return np.maximum(np.einsum("...g,g", normalizers, weights), 0.0)
 
 
@@ -53,8 +53,8 @@ def fit_inverse_temperature(normalizers: np.ndarray, margins: np.ndarray) -> flo
     def loss_at(log_scale: float) -> float:
         return float(curve(log_scale) - np.exp(log_scale) * margin)
 
-    found = minimize_scalar(loss_at, bounds=BOUNDS, method="bounded", options={"xatol": 1e-6})
-    return float(np.exp(found.x))
+    minimum = minimize_scalar(loss_at, bounds=BOUNDS, method="bounded", options={"xatol": 1e-6})
+    return float(np.exp(minimum.x))
 
 
 def brier_score(

@@ -79,7 +79,7 @@ def loss_by_frequency(scores: TokenScores) -> list[dict[str, float]]:
 
 
 def first_token(tokenizer: Any) -> int | None:
-    """Return what stands before a text: the beginning of text or the end of the one before."""
+    """Return the token before a text: that of a beginning, else that of the end of a text."""
     start = tokenizer.bos_token_id
     return tokenizer.eos_token_id if start is None else start
 

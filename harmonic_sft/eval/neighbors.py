@@ -38,11 +38,11 @@ def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """
     texts = [tokenizer.decode([index]).strip() for index in ids]
     names = tokenizer.convert_ids_to_tokens(list(ids))
-    found = [
+    shown = [
         text if text and "\ufffd" not in text else name or f"[{index}]"
         for index, text, name in zip(ids, texts, names, strict=True)
     ]
-    return [text if text.isprintable() else repr(text)[1:-1] for text in found]  # for a terminal
+    return [text if text.isprintable() else repr(text)[1:-1] for text in shown]  # for a terminal
 
 
 def nearest(table: Tensor, queries: Tensor, num_neighbors: int) -> Tensor:

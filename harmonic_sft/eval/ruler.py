@@ -42,14 +42,14 @@ def read_ruler(folder: str, tokenizer: Any, vocab_size: int) -> Ruler:
     count = min(vocab_size, len(tokenizer))
     texts = [tokenizer.decode([index]) for index in range(count)]
     words = [text.strip().removeprefix("##") for text in texts]
-    found = encode(
+    encoded = encode(
         encoder,
         AutoTokenizer.from_pretrained(folder, trust_remote_code=False),
         words,
         batch_size=256,
     )
-    vectors = torch.zeros(vocab_size, found.shape[1])
-    vectors[:count] = F.normalize(torch.from_numpy(found), dim=-1)
+    vectors = torch.zeros(vocab_size, encoded.shape[1])
+    vectors[:count] = F.normalize(torch.from_numpy(encoded), dim=-1)
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     is_word = np.zeros(vocab_size, bool)
     is_word[:count] = [
@@ -101,12 +101,12 @@ def semantic_errors(
     items = np.logical_and.reduce([ruler.is_word[labels], *(j.scores.ranks > 0 for j in judged)])
     others = np.logical_and.reduce([ruler.is_word[judged[0].labels], *(j.wrong for j in judged)])
     targets, other_targets = vectors[labels[items]], vectors[judged[0].labels[others]]
-    documents, found = documents[items], []
+    documents, measured = documents[items], []
     guesses = [vectors[model.scores.predicted[items]] for model in judged]
     first = (guesses[0] * targets).sum(-1)
     for model, guess in zip(judged, guesses, strict=True):
         cosines, expected = (guess * targets).sum(-1), model.expected[others]
-        found.append(
+        measured.append(
             {
                 "guess": _cosine(guess, targets),
                 "guess_shuffled": _shuffled(guess, targets),
@@ -118,7 +118,7 @@ def semantic_errors(
                 "difference": document_interval(cosines - first, documents),
             }
         )
-    return found
+    return measured
 
 
 def _cosine(vectors: np.ndarray, targets: np.ndarray) -> float:

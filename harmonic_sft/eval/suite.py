@@ -125,8 +125,8 @@ def _parts(subject: Subject, folder: Path, limit: int) -> Iterator[tuple[str, st
 
 def _files(pattern: Path, name: str) -> list[tuple[str, Path]]:
     """Return files by name; where there are none, the pattern, which is said to be missing."""
-    found = [(path.stem, path) for path in sorted(pattern.parent.glob(pattern.name))]
-    return found or [(name, pattern)]
+    files = [(path.stem, path) for path in sorted(pattern.parent.glob(pattern.name))]
+    return files or [(name, pattern)]
 
 
 def _rows_or_missing(group: str, name: str, rows: Rows) -> Rows:
@@ -197,17 +197,17 @@ def semantic_rows(
 ) -> list[list[dict[str, Any]]]:
     """Return, for each model, how near in meaning its wrong predictions are."""
     measured = []
-    for found in semantic_errors(ruler, judged, documents):
+    for errors in semantic_errors(ruler, judged, documents):
         rows = []
         for name, what in (("guess", "wrong guess"), ("expected", "mean under the probabilities")):
-            count = found["tokens" if name == "guess" else "expected_tokens"]
+            count = errors["tokens" if name == "guess" else "expected_tokens"]
             title = f"cosine of {what} and label"
-            rows.append(_row(MEANING, HELD_OUT, title, found[name], better="higher", n=count))
-            rows.append(_row(MEANING, HELD_OUT, f"{title}, shuffled", found[f"{name}_shuffled"]))
+            rows.append(_row(MEANING, HELD_OUT, title, errors[name], better="higher", n=count))
+            rows.append(_row(MEANING, HELD_OUT, f"{title}, shuffled", errors[f"{name}_shuffled"]))
         for key, title in (("interval", "wrong guess"), ("difference", "its difference")):
             title = f"95 % interval over documents, {title}"
-            rows.append(_row(MEANING, HELD_OUT, title, found[key]))
-        rows.append(_row(MEANING, HELD_OUT, "words that all models get wrong", found["tokens"]))
+            rows.append(_row(MEANING, HELD_OUT, title, errors[key]))
+        rows.append(_row(MEANING, HELD_OUT, "words that all models get wrong", errors["tokens"]))
         measured.append(rows)
     return measured
 
@@ -417,12 +417,12 @@ def _probes(
     for metric, values in clean.items():
         title = f"accuracy, {metric.replace('_', ' ')}"
         yield _row("hidden states", name, title, values[0], **more)
-        found = {
+        harder = {
             f"{title}{TYPOS}": values[1],
             f"{title}, {SHOTS} examples a class": shots[metric][0],
             f"{title}, {WRONG:.0%} wrong labels": noisy[metric][0],
         }
-        yield from _rows("robustness", name, found, **more)
+        yield from _rows("robustness", name, harder, **more)
 
 
 def _out_of_scope(
@@ -432,13 +432,13 @@ def _out_of_scope(
     outside = sorted(set(train))[::4]
     kept = ~np.isin(train, outside)
     is_known = ~np.isin(test, outside)
-    found = features.out_of_scope(
+    scores = features.out_of_scope(
         (encoded[0][kept], np.asarray(train)[kept].tolist()),
         encoded[1][is_known],
         encoded[1][~is_known],
     )
     more = {"better": "higher", "n": len(test)}
-    yield from _rows("hidden states", name, found, "out-of-scope AUROC, ", **more)
+    yield from _rows("hidden states", name, scores, "out-of-scope AUROC, ", **more)
 
 
 def _continuations(subject: Subject) -> Rows:
@@ -453,7 +453,7 @@ def _continuations(subject: Subject) -> Rows:
     own, model.generation_config = model.generation_config, GenerationConfig()  # no penalties
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        found = model.generate(
+        texts = model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
             do_sample=True,
@@ -462,7 +462,7 @@ def _continuations(subject: Subject) -> Rows:
             max_new_tokens=NEW_TOKENS,
         )[:, 1:]
     model.generation_config = own
-    counts = {key.replace("_", "-"): value for key, value in features.repetition(found).items()}
+    counts = {key.replace("_", "-"): value for key, value in features.repetition(texts).items()}
     yield from _rows("language", "samples", counts, n=CONTINUATIONS)
 
 

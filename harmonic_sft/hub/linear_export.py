@@ -175,10 +175,10 @@ def _lazy_linear(head: Head) -> tuple[AffineLogits | DistanceLogits, Tensor, boo
     lazy = exact.lazy_logits(torch.cat([torch.eye(size, dtype=torch.float64), states]))
     if not isinstance(lazy, AffineLogits | DistanceLogits):
         raise _no_linear_equal(head)
-    linear_map, found = lazy.hidden_states[:size], lazy.hidden_states[size:]  # [D, E], [8, E]
+    linear_map, images = lazy.hidden_states[:size], lazy.hidden_states[size:]  # [D, E], [8, E]
     expected = states @ linear_map
-    scales = found.norm(dim=-1, keepdim=True) / expected.norm(dim=-1, keepdim=True)
-    if not torch.allclose(found, scales * expected):
+    scales = images.norm(dim=-1, keepdim=True) / expected.norm(dim=-1, keepdim=True)
+    if not torch.allclose(images, scales * expected):
         raise _no_linear_equal(head)
     return lazy, linear_map, not torch.allclose(scales, torch.ones_like(scales))
 

@@ -43,7 +43,7 @@ from harmonic_sft.results import without_secrets
 
 logger = logging.getLogger(__name__)
 MAX_QUOTED = 200  # characters of a message of the Hub
-# What an earlier push may have left.
+# Files that an earlier push may have left.
 CODE = tuple(path.name for path in Path(objective.__file__).parent.glob("[!_]*.py"))
 OURS = (
     "config.json",
@@ -230,11 +230,11 @@ def _check_repo(info: ModelInfo, config: HarmonicConfig, to: Destination) -> Non
         raise ForeignRepoError(
             f"--private: expected a new repo or a private one, got {to.repo_id!r}, which is public"
         )
-    found = None if to.force else _foreign_content(info, config)
-    if found is not None:
+    theirs = None if to.force else _foreign_content(info, config)
+    if theirs is not None:
         raise ForeignRepoError(
             f"repo_id: expected a new repo or an earlier version of this model, got {to.repo_id!r} "
-            f"with {found}. Choose another name, or replace it by `harmonic-sft push` with --force"
+            f"with {theirs}. Choose another name, or replace it by `harmonic-sft push` with --force"
         )
 
 
@@ -252,8 +252,8 @@ def _foreign_content(info: ModelInfo, config: HarmonicConfig) -> str | None:
         modules = _read(info, "adapter_config.json").get("modules_to_save") or []
         return None if "dist_head" in modules else "an adapter of another model"
     weights = (*FOREIGN, *OTHER_WEIGHTS)
-    found = any(fnmatchcase(name, pattern) for name in names for pattern in weights)
-    return "weights of another model" if found else None
+    has_weights = any(fnmatchcase(name, pattern) for name in names for pattern in weights)
+    return "weights of another model" if has_weights else None
 
 
 def _kind(config: dict[str, Any]) -> dict[str, Any]:

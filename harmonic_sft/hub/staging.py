@@ -228,7 +228,7 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
 
 
 def base_license(config: HarmonicConfig) -> dict[str, Any]:
-    """Return what the base's card says of its license, nothing if there is no card.
+    """Return the license fields of the base's card, none if there is no card.
 
     Raises:
         PushError: The card cannot be fetched.
@@ -249,7 +249,7 @@ def base_license(config: HarmonicConfig) -> dict[str, Any]:
 
 
 def license_in(card: Path) -> dict[str, Any]:
-    """Return what a card says of the license, nothing where its metadata are no YAML."""
+    """Return the license fields of a card, none where its metadata are no YAML."""
     try:
         fields = metadata_load(card) or {}
     except (OSError, ValueError, yaml.YAMLError):
@@ -275,16 +275,16 @@ def check_clean(target: Path, trained: TrainedFolder) -> None:
         if not path.is_file() or path.suffix in (".safetensors", ".png") or path.name in VOCABULARY:
             continue
         content = path.read_text(encoding="utf-8", errors="replace")
-        found = [
+        leaks = [
             what
             for what, secret in secrets.items()
             if secret and (secret in content or json.dumps(secret)[1:-1] in content)
         ]
         if path.suffix in (".md", ".json") and (secret := SECRET.search(html.unescape(content))):
-            found.append(f"what looks like a secret, {secret[0][:10]}...")
-        if found:
+            leaks.append(f"what looks like a secret, {secret[0][:10]}...")
+        if leaks:
             raise ValueError(
-                f"{path.name}: expected nothing private, got {found[0]}. Not published"
+                f"{path.name}: expected nothing private, got {leaks[0]}. Not published"
             )
 
 
@@ -315,9 +315,9 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:
     """Return the trained weights of the backbone, by their names in a model."""
     names = {name for name in trained.config.trained_parameters or () if name.startswith(BACKBONE)}
-    found = dict(read_tensors(trained.path, tuple(names)))
-    if names <= found.keys():
-        return {name: found[name] for name in names}
+    saved = dict(read_tensors(trained.path, tuple(names)))
+    if names <= saved.keys():
+        return {name: saved[name] for name in names}
     state = _state_of_model(trained)
     return {name: state[name].contiguous() for name in names}
 
@@ -359,7 +359,7 @@ def _classes(auto_map: Any) -> list[str]:
 
 
 def _write_sentence_config(config: HarmonicConfig, target: Path) -> None:
-    """Write what sentence-transformers reads of an encoder."""
+    """Write the configuration by which sentence-transformers loads an encoder."""
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {

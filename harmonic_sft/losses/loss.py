@@ -128,7 +128,7 @@ class HarmonicLoss(Loss):
             )
 
     def prepare(self, head: Head) -> CrossEntropyLoss:
-        """Return what it is, after `check`: the cross-entropy of the head's distances."""
+        """Return the cross-entropy of the head's distances, which this loss is, after `check`."""
         self.check(head)
         return CrossEntropyLoss(impl=self.impl)
 

@@ -510,7 +510,7 @@ def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def known_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return what `find_blocks` does; an empty name and an empty list where it raises."""
+    """Return the result of `find_blocks`, or an empty name and an empty list where it raises."""
     lists = _block_lists(backbone)
     return next(iter(lists.items())) if len(lists) == 1 else ("", nn.ModuleList())
 

@@ -116,7 +116,7 @@ class HarmonicConfig(PreTrainedConfig):
 
 
 def quantization_method(config: PreTrainedConfig) -> str | None:
-    """Return what a model's frozen weights are quantized with, None if they are not."""
+    """Return the method that a model's frozen weights are quantized by, None if they are not."""
     fields = quantization_fields(config)
     if not fields:
         return None

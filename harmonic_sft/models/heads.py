@@ -203,7 +203,7 @@ class RotationHead(OuterHead):
             return F.linear(hidden_states, self.rotation.to(hidden_states.dtype))
 
     def lazy_logits(self, hidden_states: Tensor) -> LazyLogits | None:
-        """Return what the inner head's logits of the rotated `[N, D]` are made of."""
+        """Return the inner head's lazy logits of the rotated hidden states `[N, D]`."""
         return self.inner.lazy_logits(self.rotate(hidden_states))
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def mean_token_loss(
 
 
 def _check_labels(labels: Tensor, label_weights: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Refuse what is not one label, and one weight if there are any, for each position `[B, T]`."""
+    """Refuse labels, or weights if there are any, that are not one for each position `[B, T]`."""
     if labels.is_floating_point() or labels.shape != shape:
         raise ValueError(
             f"labels: expected one class number for each of {list(shape)}, got "

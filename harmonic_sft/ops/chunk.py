@@ -148,7 +148,7 @@ class Chunk:
             self.log_normalizer = torch.cat([log_others, labels], 1).logsumexp(1)
 
     def metrics(self, target: Tensor, normalizer: Tensor) -> TokenMetrics:
-        """Return what is reported of each token.
+        """Return the metrics of each token.
 
         Args:
             target: `[T, K]`, probabilities of the labels.

@@ -142,7 +142,7 @@ class Geometry:
         return prototypes if self.center is None else prototypes - self.center
 
     def undirected(self, inverse: Tensor | None, classes: Tensor) -> Tensor | float:
-        """Return what a direct difference lacks where a side of norm 0 has no direction.
+        """Return 1 for each side without a direction, which direct differences leave out.
 
         Args:
             inverse: `[T, 1]` of the hidden states, from `place`.
@@ -153,7 +153,7 @@ class Geometry:
         return (inverse == 0).to(self.dtype) + (self.inverse[classes] == 0)
 
     def tile(self, classes: slice) -> Tensor:
-        """Return what multiplies hidden states for some classes, `[W, D]`.
+        """Return the factors of the products with hidden states, one row for each class, `[W, D]`.
 
         On the sphere without a center these are the raw prototypes; their products are scaled by
         `inverse`, since a normalized copy of the tile costs more.
@@ -207,9 +207,8 @@ class GradientProducts:
         """Begin a chunk, with its hidden states `[T, D]` as the geometry compares them."""
         self.placed = placed
         count = self.workers.count
-        num_parts = count if self.wants_hidden else 0
         self.row_sums = placed.new_zeros(count, len(placed), 1)
-        self.hidden_parts = [torch.zeros_like(placed) for _ in range(num_parts)]
+        self.hidden_parts = [torch.zeros_like(placed) for _ in range(count * self.wants_hidden)]
 
     def add(self, worker: int, tile: slice, coefficients: Tensor) -> None:
         """Add the products of a tile's coefficients `[T, W]`, which are overwritten."""

@@ -185,7 +185,7 @@ class DistillationStage(CrossEntropyStage):
         return weights, [peaks, weights.sum(1), torch.linalg.vecdot(weights, logs)]
 
     def log_share(self, chunk: Chunk, k: int | slice) -> Tensor:
-        """Return what makes the teacher's weights of a tile its probabilities, as a logarithm."""
+        """Return the log `[T]` of the factor that makes weights of tile `k` the teacher's q."""
         return chunk.second_sums[2, k] - chunk.saved
 
     def losses(self, chunks: list[Chunk]) -> Tensor:
@@ -244,7 +244,7 @@ class TransportStage(CrossEntropyStage):
         return costs.mul_(exps), []
 
     def log_share(self, chunk: Chunk, k: int | slice) -> Tensor:
-        """Return what makes e times the cost p times the cost, as a logarithm."""
+        """Return the log `[T]` of the factor that makes e times the cost p times the cost."""
         return chunk.log_scale[k] - chunk.log_normalizer
 
     def losses(self, chunks: list[Chunk]) -> Tensor:
@@ -252,7 +252,7 @@ class TransportStage(CrossEntropyStage):
         (chunk,) = chunks
         shares = torch.exp(chunk.log_scale - chunk.log_normalizer)
         costs = (shares * chunk.second_sums[0]).sum(0) + self.second_of_pairs(chunk).sum(1)
-        # Of large logits the normalizer is rounded: the probabilities do not quite sum to 1, and
+        # The normalizer of large logits is rounded: the probabilities do not quite sum to 1, and
         # cost - mean would not cancel where one class has nearly all of them.
         pairs = (chunk.logits - chunk.log_normalizer.unsqueeze(1)).exp().sum(1)
         chunk.saved = costs / ((shares * chunk.sums).sum(0) + pairs)

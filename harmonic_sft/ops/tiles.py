@@ -252,7 +252,7 @@ class TorchTiles:
         closest, columns = scores.topk(min(count, scores.shape[1]), largest=False)
         near = closest < limits
         scores.scatter_(1, columns, torch.where(near, torch.inf, closest))
-        # What exceeds the count keeps its expanded distance, which rounding may push below zero.
+        # Further near pairs keep their expanded distances, which rounding may push below zero.
         scores.clamp_min_(self.geometry.eps)
         return torch.where(near, columns + tile.start, -1), scores.amin(1, keepdim=True)
 
@@ -365,10 +365,10 @@ class TorchTiles:
 
     def _joined(self, near: list[Tensor | None]) -> Tensor | None:
         """Join the tiles' near columns, valid ones first, without needless slots."""
-        found = [columns for columns in near if columns is not None]
-        if not found:
+        parts = [columns for columns in near if columns is not None]
+        if not parts:
             return None
-        joined = torch.cat(found, 1)  # [T, S]
+        joined = torch.cat(parts, 1)  # [T, S]
         if not self.on_cpu:
             return joined
         width = int((joined >= 0).sum(1).max())

@@ -155,9 +155,8 @@ class TritonTiles:
             operand = chunk.placed.to(self.dtype)
             for part in _parts(slice(0, self.num_classes)):
                 weights = coefficients[:, part].T
-                _add_product_(
-                    self.prototype_gradient[part], weights, operand, beta=1 - self.untouched
-                )
+                total = self.prototype_gradient[part]
+                _add_product_(total, weights, operand, beta=1 - self.untouched)
         self.untouched = False
         if self.column_sums is not None and sums.column_sums is not None:
             self.column_sums += sums.column_sums.sum(0)
