@@ -239,7 +239,18 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
         output.bias.data.copy_(torch.zeros(num_classes) if head.bias is None else head.bias)
     native.set_output_embeddings(output)
     native.generation_config = model.generation_config
+    _unshare_(native)
     return native.eval()
+
+
+def _unshare_(native: PreTrainedModel) -> None:
+    """Copy what blocks share, as Zamba's do: a model that is not tied loads it for each of them."""
+    seen = set[int]()
+    for module in native.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+            seen.add(id(parameter))
 
 
 def _metadata(folder: Path, config: HarmonicConfig, is_model: bool) -> str:

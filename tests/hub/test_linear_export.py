@@ -179,6 +179,17 @@ def test_a_soft_cap_that_the_target_has_not_is_told(causal_base, tmp_path):
     assert "**Only the order of the tokens\nis kept**" in (target / "README.md").read_text()
 
 
+@torch.no_grad()
+def test_weights_that_blocks_share_are_exported_with_each_of_them(tmp_path):
+    options = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
+    decoders.save_decoder("zamba", tmp_path / "base", **options)
+    model = HarmonicForCausalLM.from_base(str(tmp_path / "base"), head=HEADS["linear without bias"])
+    model.save_pretrained(tmp_path / "model")
+    export_linear(tmp_path / "model", tmp_path / "linear")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "linear").eval()
+    torch.testing.assert_close(exported(**inputs()).logits, model.eval()(**inputs()).logits)
+
+
 def test_a_target_that_always_caps_takes_no_other_head(tmp_path):
     fields = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 120}
     fields |= {"head_dim": 8, "laurel_rank": 4, "altup_num_inputs": 2, "num_kv_shared_layers": 0}
