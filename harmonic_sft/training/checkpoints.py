@@ -43,11 +43,11 @@ def write_manifest(
 ) -> None:
     """Write the last file of a checkpoint: the checksums of all the others, and of itself.
 
-    That of frozen weights is missing where packed ones change as they are used. Of training rows
-    that are no table of ours their number stands in its place, of evaluation rows nothing.
+    `frozen_sha256` is None where quantized weights change as they are used. For rows of the user's
+    own `rows_sha256` holds their number, and `eval_sha256` is None.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    for path in paths:  # on the disk before older checkpoints go
+    for path in paths:  # on the disk before older checkpoints are deleted
         with path.open("rb") as file:
             os.fsync(file.fileno())
     files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in paths}
@@ -84,7 +84,7 @@ def rows_per_step(args: TrainingArguments) -> int:
 
 
 def same_accumulation(folder: Path, args: TrainingArguments) -> int:
-    """Return over how many micro-batches to accumulate for the effective batch of a checkpoint.
+    """Return the accumulation steps that give an optimizer step as many rows as a checkpoint's.
 
     Raises:
         ValueError: No number of micro-batches gives it.
@@ -123,10 +123,9 @@ def same_accumulation(folder: Path, args: TrainingArguments) -> int:
 def find_damage(folder: Path, *, is_best: bool = False) -> str | None:
     """Return what is wrong with a checkpoint, None if it is as it was saved.
 
-    A checkpoint of this version without a manifest was not saved to its end, and neither was one of
-    an earlier version beside others that have one, unless it is the best one, which a later one
-    names. Where none has one an earlier version wrote them: what is missing is found, other damage
-    cannot be.
+    A checkpoint of this version without a manifest was not saved to its end. Earlier versions wrote
+    no manifests: of their checkpoints only missing files are found. One that stands beside others
+    with a manifest counts as unfinished, unless a later one names it as the best (`is_best`).
     """
     if not folder.is_dir():
         return "it is missing"
@@ -147,9 +146,10 @@ def find_damage(folder: Path, *, is_best: bool = False) -> str | None:
 
 
 def was_saved(folder: Path) -> bool:
-    """Whether a checkpoint was saved to its end, whatever has become of it.
+    """Whether a checkpoint was saved to its end, even if it has been damaged since.
 
-    Earlier versions wrote neither manifests nor running losses, which come before the state.
+    Earlier versions wrote no manifests. Theirs have a state without running losses, which this
+    version writes first.
     """
     is_old = (folder / STATE_NAME).exists() and not any(folder.glob(LOSS_NAME.format("*")))
     return is_old or (folder / MANIFEST_NAME).exists()
@@ -175,7 +175,7 @@ def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
 
 
 def check_undamaged(folder: Path, *, is_best: bool = False) -> None:
-    """Refuse a checkpoint that is named, by a user or as the best one by a later one, if damaged.
+    """Refuse a damaged checkpoint that a user named, or a later checkpoint as the best one.
 
     Raises:
         ValueError: It is damaged or missing.
@@ -193,7 +193,7 @@ def check_undamaged(folder: Path, *, is_best: bool = False) -> None:
 
 
 def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) -> None:
-    """Refuse to continue from a checkpoint with other classes or rows, or on another base's commit.
+    """Refuse a checkpoint with other classes or rows, or of another commit of the base.
 
     Args:
         folder: The checkpoint.
@@ -201,7 +201,7 @@ def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) ->
         rows: `rows_sha256` and `eval_sha256`, as in `write_manifest`.
 
     Raises:
-        ValueError: The classes, the rows, or the base's commit, are known and others.
+        ValueError: The classes differ, or rows or commits that are known on both sides.
     """
     manifest, saved = read_manifest(folder), HarmonicConfig.from_pretrained(folder)
     if saved.id2label != config.id2label:
@@ -226,7 +226,7 @@ def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) ->
 
 
 def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:
-    """Return the state of a checkpoint; its best one is beside it, wherever a run was moved.
+    """Return the state of a checkpoint; the best one is sought beside it, since runs are moved.
 
     Raises:
         ValueError: The best one is needed, and damaged or missing.
@@ -249,7 +249,7 @@ def save_running_loss(folder: Path, process: int, loss: float, last_logged: int)
 def load_running_loss(folder: Path, args: TrainingArguments) -> tuple[float, int | None]:
     """Return what `save_running_loss` was given; 0 and None for a checkpoint without it.
 
-    With another number of processes than then, the loss is their mean.
+    If the number of processes has changed, the loss is the mean of all that were saved.
     """
     paths = sorted(folder.glob(LOSS_NAME.format("*")))
     if not paths:  # of an earlier version
@@ -257,16 +257,15 @@ def load_running_loss(folder: Path, args: TrainingArguments) -> tuple[float, int
     own = folder / LOSS_NAME.format(args.process_index)
     chosen = [own] if len(paths) == args.world_size else paths
     saved = [json.loads(path.read_text()) for path in chosen]
-    return fmean(one["sum"] for one in saved), saved[0]["last_logged_step"]
+    return fmean(entry["sum"] for entry in saved), saved[0]["last_logged_step"]
 
 
 def save_neighbors(folder: Path, loss: LossFunction) -> None:
-    """Save the tables of neighbors that a loss holds, which are those of some step before."""
-    tables = neighbor_tables(loss)
+    """Save the tables of neighbors that a loss holds, since they were made at an earlier step."""
     tensors = {
         f"{number}.{name}": tensor.contiguous()
-        for number, found in enumerate(tables)
-        for name, tensor in found.table._asdict().items()
+        for number, smoothing in enumerate(neighbor_tables(loss))
+        for name, tensor in smoothing.table._asdict().items()
     }
     if tensors:
         save_file(tensors, folder / NEIGHBORS_NAME)
@@ -276,9 +275,9 @@ def load_neighbors_(folder: Path, loss: LossFunction) -> None:
     """Give a loss the tables that `save_neighbors` was given; earlier versions saved none."""
     path = folder / NEIGHBORS_NAME
     tensors = load_file(path) if path.is_file() else {}
-    for number, found in enumerate(neighbor_tables(loss) if tensors else []):
-        names = found.table._fields
-        found.table = NeighborTable(*(tensors[f"{number}.{name}"] for name in names))
+    for number, smoothing in enumerate(neighbor_tables(loss) if tensors else []):
+        names = smoothing.table._fields
+        smoothing.table = NeighborTable(*(tensors[f"{number}.{name}"] for name in names))
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
@@ -304,20 +303,20 @@ def last_checkpoint(folder: Path) -> Path | None:
 def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None:
     """Delete checkpoints, but not protected ones, until `keep` are left.
 
-    Those that were not saved to their end go first, then those of the lowest steps; the clock plays
-    no part. None and numbers below 1 keep all, as in transformers.
+    Those that were not saved to their end go first, then those of the lowest steps, whatever
+    their dates. None and numbers below 1 keep all, as in transformers.
     """
     if keep is None or keep < 1:
         return
-    found = all_checkpoints(folder)
-    others = sorted((path for path in found if path not in set(protected)), key=was_saved)
-    num_protected = len(found) - len(others)
-    for path in others[: max(0, len(found) - max(keep, num_protected))]:
+    checkpoints = all_checkpoints(folder)
+    deletable = sorted((path for path in checkpoints if path not in set(protected)), key=was_saved)
+    num_protected = len(checkpoints) - len(deletable)
+    for path in deletable[: max(0, len(checkpoints) - max(keep, num_protected))]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
-    """Save what training changes, and the configuration: enough to continue, and no model."""
+    """Save what training changes, and the configuration: enough to continue, but no whole model."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("model*.safetensors*"):  # saved otherwise before
         path.unlink()
@@ -330,7 +329,7 @@ def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
 def load_exactly_(
     model: HarmonicHeadModel, saved: dict[str, Tensor], folder: Path, *, names: Collection[str]
 ) -> None:
-    """Lay what a checkpoint trained over the weights of its base.
+    """Load the trained tensors of a checkpoint into a model that has the weights of its base.
 
     Args:
         model: With the frozen weights of the base.
@@ -351,10 +350,10 @@ def load_exactly_(
 
 
 def check_frozen(model: HarmonicHeadModel, folder: Path) -> None:
-    """Refuse a model whose frozen weights are not those of a checkpoint, where that knows them.
+    """Refuse a model whose frozen weights are not those that a checkpoint has recorded, if any.
 
     Raises:
-        ValueError: They are others.
+        ValueError: They differ.
     """
     frozen = read_manifest(folder).get("frozen_sha256")
     if frozen is not None and frozen != frozen_sha256(model):
@@ -368,10 +367,10 @@ def check_frozen(model: HarmonicHeadModel, folder: Path) -> None:
 def frozen_sha256(model: HarmonicHeadModel) -> str:
     """Return the checksum of all weights that do not train, of their names and dtypes."""
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    own |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    # What a 4-bit weight was packed with stands in the state alone.
-    frozen |= {name: value for name, value in model.state_dict().items() if name not in own}
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    named |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    # The state alone has the scales and codes that a 4-bit weight was packed with.
+    frozen |= {name: value for name, value in model.state_dict().items() if name not in named}
     digest = hashlib.sha256()
     for name, value in frozen.items():
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())

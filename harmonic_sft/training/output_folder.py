@@ -1,4 +1,4 @@
-"""The output folder of a run: never overwritten, never shared, and where a run continues."""
+"""The output folder of a run: it belongs to one run, which alone may continue in it."""
 
 import fcntl
 import logging
@@ -34,11 +34,11 @@ from harmonic_sft.training.run_config import RunConfig
 logger = logging.getLogger(__name__)
 RUN_FILE = "run.yaml"
 RESULTS_NAME = "train"
-SHOWN_AFTER = 60.0  # seconds: until a network drive shows what another node wrote
-PATIENCE = 10.0  # seconds: workers of a killed process hold its lock until they notice
+SYNC_SECONDS = 60.0  # until a network drive shows what another node wrote
+LOCK_SECONDS = 10.0  # workers of a killed process hold its lock until they notice
 DRAFT = f".{RUN_FILE}.[0-9]*"  # of a process that was killed while it wrote the file
-# What a run writes before its first checkpoint: the last three may say why it ended.
-OF_START = (
+# What a run may write before its first checkpoint; the last three say why it ended.
+EARLY_FILES = (
     RUN_FILE,
     DRAFT,
     "results",
@@ -90,7 +90,7 @@ FREE_ARGUMENTS = (
 def check_output_folder(run: RunConfig) -> None:
     """Make sure that the folder is empty, or holds this very run if it is to be resumed.
 
-    A run that ended before its first checkpoint is as good as none.
+    A run that ended before its first checkpoint may be overwritten.
 
     Raises:
         ValueError: It holds something else, or another run, or may not be written.
@@ -117,10 +117,10 @@ def check_output_folder(run: RunConfig) -> None:
         if _is_abandoned(folder):
             return
         raise holds_a_run(folder)
-    old = _claimed(folder)
+    old = _run_in(folder)
     different = changed_keys(to_plain(old), run)
     checkpoint = last_checkpoint(folder) if _batch_keys(run) & set(different) else None
-    if checkpoint is not None and read_manifest(checkpoint):  # the trainer compares rows
+    if checkpoint is not None and read_manifest(checkpoint):  # the trainer compares rows per step
         different = [key for key in different if key not in _batch_keys(run)]
     is_longer = different == [MAX_STEPS]
     if is_longer and (last_step := _last_step(old, folder)) < run.training.get("max_steps", -1):
@@ -156,7 +156,7 @@ def check_same_arguments(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def check_same_settings(checkpoint: Path, run: RunConfig) -> None:
-    """Refuse to continue another folder's run with other settings: its optimizer keeps the old.
+    """Refuse other settings for a run from another folder: its saved optimizer keeps the old.
 
     Raises:
         ValueError: They differ in more than the number of steps, or of rows in a micro-batch.
@@ -165,7 +165,7 @@ def check_same_settings(checkpoint: Path, run: RunConfig) -> None:
     if home == run.output_dir.resolve() or not (home / RUN_FILE).is_file():
         return
     free = (MAX_STEPS, "training.num_train_epochs", *_batch_keys(run))
-    different = [key for key in changed_keys(to_plain(_claimed(home)), run) if key not in free]
+    different = [key for key in changed_keys(to_plain(_run_in(home)), run) if key not in free]
     if different:
         raise ValueError(
             f"resume_from_checkpoint: expected the settings of the run in {str(home)!r}, got other "
@@ -177,7 +177,7 @@ def check_same_settings(checkpoint: Path, run: RunConfig) -> None:
 def read_run(folder: Path) -> dict[str, Any]:
     """Return what `run.yaml` in the folder of a run says, as this version would write it.
 
-    Before there was `data.eval.seed` the seed of the training chose the held-out documents.
+    In files without `data.eval.seed` the seed of the training chose the held-out documents.
 
     Raises:
         ValueError: It is damaged.
@@ -194,8 +194,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     return {**saved, "data": {**saved["data"], "eval": section}, "training": training}
 
 
-def _claimed(folder: Path) -> RunConfig:
-    """Return the run that has claimed a folder."""
+def _run_in(folder: Path) -> RunConfig:
+    """Return the configuration of the run in a folder."""
     saved = read_run(folder)
     try:
         return parse(RunConfig, saved)
@@ -208,22 +208,22 @@ def _claimed(folder: Path) -> RunConfig:
 
 
 def _last_step(run: RunConfig, folder: Path) -> int:
-    """Return after which optimizer step a run ends; of epochs, once it has ended."""
+    """Return the last optimizer step of a run; -1 for a run by epochs that has not ended."""
     max_steps = run.training.get("max_steps", -1)
     results = read_whole(results_path(folder), "steps") or {"steps": max_steps}
     return max(results["steps"], max_steps)
 
 
 def _check_longer(run: RunConfig, last_step: int) -> None:
-    """Let a run train for more steps where what it did so far does not depend on their number."""
+    """Refuse more steps for a run whose training so far depended on their number."""
     max_steps, schedule = run.training["max_steps"], run.schedule
     kind = str(run.training.get("lr_scheduler_type"))
     given = 0 if kind == "constant" else run.training.get("warmup_steps", 0)
-    # As TrainingArguments do; to make some now would reset the state of the trainer's accelerate.
+    # TrainingArguments compute it so; making some here would reset the state of accelerate.
     warmup = int(given) if given >= 1 else math.ceil(max_steps * given)
     if schedule is not None and not warmup:
         warmup, _ = schedule.phase_steps(max_steps)
-    reasons = {
+    obstacles = {
         "an annealed h_exp": run.h_exp is not None and run.h_exp.start != run.h_exp.end,
         "schedule.decay_ratio above 0": schedule is not None and schedule.decay_ratio > 0,
         f"lr_scheduler_type {kind}": schedule is None and not kind.startswith("constant"),
@@ -231,11 +231,11 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
         "an annealed loss": isinstance(run.loss, DistillLoss),
         "no checkpoint": last_checkpoint(run.output_dir) is None,
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
+    got = [name for name, is_there in obstacles.items() if is_there]
+    if got:
         raise ValueError(
             f"resume: expected {last_step} steps as before, or a run that continues the same way "
-            f"up to step {max_steps}: h_exp held, schedule.decay_ratio 0. Got {', '.join(found)}. "
+            f"up to step {max_steps}: h_exp held, schedule.decay_ratio 0. Got {', '.join(got)}. "
             f"Start a new run on this one: model.base={run.output_dir} head.init=base_head"
             f"{'' if run.h_exp is None else f' h_exp={run.h_exp.end:g}'}, with another "
             "training.output_dir"
@@ -243,7 +243,7 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
 
 
 def _batch_keys(run: RunConfig) -> set[str]:
-    """Return what may change as long as the rows of a step do not."""
+    """Return the keys that may change as long as the number of rows in a step does not."""
     losses = [term.loss for term in run.loss.terms] if isinstance(run.loss, SumLoss) else [run.loss]
     # Its negatives are the other labels of a micro-batch.
     is_fixed = any(isinstance(loss, InfoNCELoss) for loss in losses)
@@ -253,10 +253,10 @@ def _batch_keys(run: RunConfig) -> set[str]:
 def changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:
     """Return the keys in which a run differs from another's settings, as far as training goes.
 
-    An address that is signed again is the same one.
+    Web addresses that differ only in their signatures are equal.
     """
     before, after = (leaves(without_secrets(plain)) for plain in (old, to_plain(new)))
-    # What a function of the caller's was before is not known.
+    # A loss function given in Python is not written down, so it cannot be compared.
     free = FREE_KEYS if new.loss is not None else (*FREE_KEYS, "loss")
     return sorted(
         key
@@ -268,28 +268,28 @@ def changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:
 def _is_abandoned(folder: Path) -> bool:
     """Whether the run in a folder never completed a checkpoint, and another may write over it.
 
-    It may not where anything stands that no run writes before, such as a `run.yaml` of the user's.
+    It may not if a file is there that no run writes so early, such as a `run.yaml` of the user's.
     """
     checkpoints = all_checkpoints(folder)
-    others = {*folder.iterdir()}.difference(checkpoints)
+    other_paths = {*folder.iterdir()}.difference(checkpoints)
     return (
         not any(map(was_saved, checkpoints))
-        and all(any(map(path.match, OF_START)) for path in others)
+        and all(any(map(path.match, EARLY_FILES)) for path in other_paths)
         and not results_path(folder).exists()
-        and _is_claim(folder / RUN_FILE)
+        and _is_written_by_run(folder / RUN_FILE)
     )
 
 
-def _is_claim(path: Path) -> bool:
-    """Whether a `run.yaml` is as this version writes it, without a comment or a key left out."""
+def _is_written_by_run(path: Path) -> bool:
+    """Whether a `run.yaml` is as this version writes it: a user's has comments or lacks keys."""
     try:
-        return path.read_text(encoding="utf-8") == to_yaml(_claimed(path.parent))
+        return path.read_text(encoding="utf-8") == to_yaml(_run_in(path.parent))
     except ValueError:
         return False
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing stands in a folder, or in the place of one."""
+    """Whether a folder is empty or does not exist."""
     return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
@@ -305,11 +305,11 @@ def claim_output_folder(run: RunConfig) -> None:
         if path.exists():
             check_output_folder(run)  # another process may have claimed it since
             if run.resume:
-                old = _claimed(run.output_dir)
+                old = _run_in(run.output_dir)
                 is_longer = changed_keys(to_plain(old), run) == [MAX_STEPS]
-                is_here = old.output_dir == run.output_dir
-                if not is_longer and old.data == run.data and is_here:
-                    return  # else there are more steps, an address signed again, a folder moved
+                has_moved = old.output_dir != run.output_dir
+                if not (is_longer or has_moved) and old.data == run.data:
+                    return  # written again for more steps, newly signed addresses, another folder
             else:
                 logger.warning(
                     "The run in %s ended before its first checkpoint. It starts again.",
@@ -326,8 +326,8 @@ def check_shared(folder: Path) -> None:
     """
     state, path = PartialState(), folder / RUN_FILE
     claim = broadcast_object_list([path.read_bytes() if state.is_main_process else None])[0]
-    is_here = _comes_true(lambda: path.is_file() and path.read_bytes() == claim, SHOWN_AFTER)
-    elsewhere = gather_object([] if is_here else [state.process_index])
+    is_visible = _wait_until(lambda: path.is_file() and path.read_bytes() == claim, SYNC_SECONDS)
+    elsewhere = gather_object([] if is_visible else [state.process_index])
     if elsewhere:
         raise ValueError(
             f"training.output_dir: expected one folder that all nodes share, got {str(folder)!r}, "
@@ -336,7 +336,7 @@ def check_shared(folder: Path) -> None:
         )
 
 
-def _comes_true(condition: Callable[[], bool], seconds: float) -> bool:
+def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait for a condition; return whether it came true."""
     end = time.monotonic() + seconds
     while not condition():
@@ -355,7 +355,7 @@ def locked(folder: Path) -> Generator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        if not _comes_true(lambda: _flock(handle), PATIENCE):
+        if not _wait_until(lambda: _flock(handle), LOCK_SECONDS):
             raise ValueError(
                 f"training.output_dir: expected a folder for one process, got {str(folder)!r}, in "
                 "which another one is training. Wait for its end, or choose another folder"
@@ -379,7 +379,7 @@ def _flock(handle: int) -> bool:
 def is_finished(run: RunConfig) -> bool:
     """Whether the folder holds a run that came to its end: results of all its steps, and the model.
 
-    A model of which a file is missing or cut is made again, from the last checkpoint.
+    A run whose saved model lacks a file, or part of one, has to make it again.
     """
     results = read_whole(results_path(run.output_dir), "steps", "before", "final")
     if results is None or results["steps"] < run.training.get("max_steps", -1):

@@ -112,7 +112,7 @@ def test_a_run_that_is_resumed_before_it_began_says_so(make_yaml, caplog):
 
 
 def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, monkeypatch):
-    monkeypatch.setattr(output_folder, "PATIENCE", 0)
+    monkeypatch.setattr(output_folder, "LOCK_SECONDS", 0)
     run = load_run_config(make_yaml())
     claim_output_folder(run)
     assert [path.name for path in run.output_dir.iterdir()] == ["run.yaml"]
@@ -128,7 +128,7 @@ def test_a_folder_that_another_process_does_not_see_is_refused(make_yaml, monkey
     run = load_run_config(make_yaml())
     claim_output_folder(run)
     check_shared(run.output_dir)
-    monkeypatch.setattr(output_folder, "SHOWN_AFTER", 0)
+    monkeypatch.setattr(output_folder, "SYNC_SECONDS", 0)
     monkeypatch.setattr(output_folder, "broadcast_object_list", lambda objects: ["of another"])
     message = r"expected one folder that all nodes share, got '.*run', in which processes \[0\]"
     with pytest.raises(ValueError, match=message):

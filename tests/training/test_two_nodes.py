@@ -14,7 +14,7 @@ import sys
 from harmonic_sft.training import output_folder
 from harmonic_sft_cli import main
 
-output_folder.SHOWN_AFTER = 1
+output_folder.SYNC_SECONDS = 1
 sys.exit(main(["train", *sys.argv[1:]]))
 """
 
