@@ -1,4 +1,4 @@
-"""What follows from the optimizer step: h_exp, norms, the teacher's weight, an early end."""
+"""What happens around optimizer steps: h_exp, norms, the teacher's weight, SIGTERM, reports."""
 
 import contextlib
 import logging
@@ -39,7 +39,7 @@ class StoppedError(RuntimeError):
 
 
 class HeadCallback(TrainerCallback):
-    """Keeps head and loss where the global step alone says, so that a resumed run agrees.
+    """Sets what head and loss change with the steps; depends on the step alone, for resumed runs.
 
     Args:
         h_exp: How the exponent is annealed; None leaves it alone.
@@ -47,7 +47,7 @@ class HeadCallback(TrainerCallback):
 
     def __init__(self, h_exp: HExpConfig | None):
         self.h_exp = h_exp
-        self.taken_at: float | None = None  # the exponent of the last step, if not learned
+        self.last_h_exp: float | None = None  # that the last step was taken with, if annealed
 
     def h_exp_of(self, step: int, state: TrainerState) -> float | None:
         """Return the exponent after `step` steps, linear over the run; None if none is annealed."""
@@ -60,11 +60,11 @@ class HeadCallback(TrainerCallback):
         """Bring the prototypes back to norm 1."""
         model = kwargs["model"]
         model.renormalize_prototypes_()
-        # A callback of the user's may have set it; a search may have trials without one.
-        self.taken_at = None if self.h_exp is None else model.h_exp
+        # Read from the model, since a callback of the user's may have set it.
+        self.last_h_exp = None if self.h_exp is None else model.h_exp
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Prepare the next step; evaluation and checkpoints come later and see the same."""
+        """Set what the next step uses; evaluations and checkpoints before it see the same."""
         model, step, total = kwargs["model"], state.global_step, state.max_steps
         if (h_exp := self.h_exp_of(step, state)) is not None:
             model.h_exp = h_exp
@@ -76,9 +76,9 @@ class HeadCallback(TrainerCallback):
                 table.refresh(model.dist_head)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Start at a step, with the saved prototypes, if the run is resumed.
+        """Set exponent, loss and learning rate for the step at which the run starts.
 
-        At the end of a schedule the learning rate is 0. A run that continues beyond has another.
+        The saved learning rate of a run that ended is 0, which is wrong if it continues for longer.
         """
         self.on_step_end(args, state, control, **kwargs)
         scheduler = kwargs["lr_scheduler"]
@@ -93,23 +93,23 @@ class HeadCallback(TrainerCallback):
 class TerminationCallback(TrainerCallback):
     """Ends training after a SIGTERM, with a checkpoint at the end of the step at work.
 
-    Whatever asks for it, that of an epoch's last step is saved after what follows the epoch.
-    transformers' own, of `enable_jit_checkpoint`, waits for three seconds and saves in the middle
-    of a step, which a resumed run could not take again with the same random numbers.
+    A checkpoint of an epoch's last step is always saved after the evaluation that ends the epoch.
+    transformers' own callback, of `enable_jit_checkpoint`, waits for three seconds and saves in the
+    middle of a step, which a resumed run could not repeat with the same random numbers.
 
     Args:
-        is_alone: There is one process; else the trainer says when all of them know.
+        is_alone: There is one process; otherwise the trainer sets `agreed` after asking all.
     """
 
     def __init__(self, *, is_alone: bool):
         self.is_alone = is_alone
-        self.received = self.agreed = False  # by this process, by all
-        self._saves_later = False
+        self.received = self.agreed = False  # by this process; all know of it
+        self._saves_after_epoch = False
         self._listens = torch.zeros(1, dtype=torch.bool).share_memory_()  # workers read it
 
     @contextlib.contextmanager
     def listening(self, *, is_asked: bool) -> Generator[None]:
-        """Take the signal, if asked to, where signals can be taken: in the main thread."""
+        """Handle the signal if asked to; Python allows it in the main thread alone."""
         self.received = self.agreed = False
         if not is_asked or threading.current_thread() is not threading.main_thread():
             yield
@@ -123,7 +123,7 @@ class TerminationCallback(TrainerCallback):
             signal.signal(signal.SIGTERM, before)
 
     def keep_workers_(self, loader: DataLoader) -> DataLoader:
-        """Let the loader's workers outlive the signal while it is taken; return the loader.
+        """Let the loader's workers outlive the signal while it is handled; return the loader.
 
         Schedulers send it to all processes of a job, and the step at work still needs its rows.
         """
@@ -139,32 +139,32 @@ class TerminationCallback(TrainerCallback):
         self.received, self.agreed = True, self.is_alone
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Save and stop, in all processes after the same step; at an epoch's end save after it.
+        """Save and stop, in all processes after the same step; at an epoch's end save later.
 
-        A run that continues from there would not make the evaluation of that epoch any more.
+        A run that continues from a checkpoint at an epoch's end skips the evaluation of that epoch.
         """
         if self.agreed:
             logger.warning(
                 "SIGTERM: training ends with a checkpoint of step %d.", state.global_step
             )
             control.should_training_stop = control.should_save = True
-        self._saves_later = control.should_save and _ends_epoch(state)
-        control.should_save &= not self._saves_later
+        self._saves_after_epoch = control.should_save and _ends_epoch(state)
+        control.should_save &= not self._saves_after_epoch
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Take back what transformers does after an epoch, where it is left in the middle.
+        """Save what `on_step_end` has postponed, with what is evaluated and logged now.
 
-        At a real end the checkpoint is saved now, with what is evaluated and logged now.
+        transformers comes here also if training stops in the middle of an epoch: nothing is done.
         """
         if self.agreed and control.should_training_stop:
             is_end = _ends_epoch(state)
             control.should_save = is_end
             control.should_evaluate &= is_end
             control.should_log &= is_end
-        control.should_save |= self._saves_later
+        control.should_save |= self._saves_after_epoch
 
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Save where the signal comes while the last step is evaluated: no step follows."""
+        """Save if the signal came in the evaluation after the last step: no step follows."""
         if self.agreed and state.global_step >= state.max_steps:
             control.should_save = True
 
@@ -189,7 +189,7 @@ NOT_SHOWN = (
 
 
 class LabeledProgress(ProgressCallback):
-    """transformers' progress bars, which do not say what they count, and lines without a step."""
+    """transformers' progress bars, with what they count, and log lines with their step."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the bar of the training steps."""
@@ -207,7 +207,7 @@ class LabeledProgress(ProgressCallback):
         eval_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Count a batch, in a bar that is opened with the first."""
+        """Count a batch of an evaluation; the first one opens the bar."""
         is_sized = has_length(eval_dataloader)
         if state.is_world_process_zero and self.prediction_bar is None and is_sized:
             self.prediction_bar = tqdm(
@@ -221,20 +221,20 @@ class LabeledProgress(ProgressCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Print the step first, and not what its bar says or the next line would repeat."""
+        """Print the step first, without what the bar says or the next line would repeat."""
         shown = {key: value for key, value in logs.items() if key not in NOT_SHOWN}
         super().on_log(args, state, control, {"step": state.global_step, **shown}, **kwargs)
 
 
 def label_bars_(callbacks: list[TrainerCallback]) -> None:
-    """Put labelled progress bars in the place of transformers', not of a user's own."""
+    """Replace transformers' progress bars with labelled ones; a user's own stay."""
     callbacks[:] = [LabeledProgress() if type(c) is ProgressCallback else c for c in callbacks]
 
 
 def place_events_(callbacks: Sequence[TrainerCallback], folder: str) -> None:
-    """Let TensorBoard's events go to the output folder, also those before the first step.
+    """Write TensorBoard's events into the output folder, also those before the first step.
 
-    transformers would begin them in `runs/` of the current folder, and put all of a run there.
+    transformers would begin with `runs/` of the current folder, and stay there for the whole run.
     """
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
@@ -243,7 +243,7 @@ def place_events_(callbacks: Sequence[TrainerCallback], folder: str) -> None:
 
 @contextlib.contextmanager
 def lasting_reports(callbacks: Sequence[TrainerCallback]) -> Generator[None]:
-    """Let reporters end with the evaluation after training; what they end before is another run."""
+    """Close reporters after the final evaluation, which would open another run after training."""
     reporters = [c for c in callbacks if isinstance(c, tuple(INTEGRATION_TO_CALLBACK.values()))]
     ends: list[Callable[[], Any]] = []
 
@@ -262,14 +262,14 @@ def lasting_reports(callbacks: Sequence[TrainerCallback]) -> Generator[None]:
 
 
 def check_reporters(names: Sequence[str]) -> None:
-    """Refuse to report to what is not installed, before anything is loaded.
+    """Refuse reporters that are unknown or not installed, before anything is loaded.
 
     Raises:
         ValueError: One is missing.
     """
     available = get_available_reporting_integrations()
     for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:  # which nobody should install
+        if name not in INTEGRATION_TO_CALLBACK:  # a misspelled one must not be installed
             known = sorted(INTEGRATION_TO_CALLBACK)
             raise ValueError(
                 f"training.report_to: expected some of {known}, got {name!r}"
@@ -283,7 +283,7 @@ def check_reporters(names: Sequence[str]) -> None:
 
 
 def not_finite(step: int, loss: float, gradient_norm: float) -> StoppedError:
-    """Return the error after `step` steps whose next one has no finite loss or gradients."""
+    """Return the error for a step without finite loss or gradients, after `step` others."""
     is_loss = not math.isfinite(loss)
     name, value = ("loss", loss) if is_loss else ("gradient norm", gradient_norm)
     return StoppedError(

@@ -105,7 +105,7 @@ class HarmonicTrainer(ResumableTrainer):
         ValueError: The model, the data and the arguments do not go together.
     """
 
-    _initial_global_step = 0  # transformers from 5.19 takes the loss of a training from it on
+    _initial_global_step = 0  # transformers sets it from 5.19 on; `_get_grad_norm` adds to it
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class HarmonicTrainer(ResumableTrainer):
         eval_dataset = preparation.eval_rows(eval_dataset)
         built, self.old_head = preparation.build(train_dataset)
         _warn_of_bfloat16(built, args.device)
-        # transformers would refuse a quantized model, of which the head alone trains here.
+        # transformers refuses a quantized model without a PEFT adapter; here its new head trains.
         vars(built)["is_quantized"] = False
         self._low_precision = low_precision_weights(built)
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
@@ -190,12 +190,12 @@ class HarmonicTrainer(ResumableTrainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """See `ResumableTrainer.train_from`."""
-        self.old_head = None  # measured by now, and as large as the new one
-        self._num_bad_steps = 0  # that this session has left out
+        self.old_head = None  # it has been measured, and takes as much memory as the new one
+        self._num_bad_steps = 0  # left out in this session
         return super().train_from(checkpoint, trial, ignore_keys_for_eval)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
-        """Wrap the model for all processes, also after an evaluation.
+        """Wrap the model in DistributedDataParallel, also after an evaluation.
 
         `evaluation_loop` of transformers 5.23 lets accelerate prepare it without
         DistributedDataParallel, and accelerate prepares no model twice: every process would train
@@ -220,8 +220,8 @@ class HarmonicTrainer(ResumableTrainer):
     ) -> Any:
         """Search as transformers does, every trial with a model that is loaded again.
 
-        Without `compute_objective` it is the loss at the best exponent, or the user's own:
-        transformers would add all metrics up.
+        The default of `compute_objective` is the loss at the best exponent, or the user's own loss;
+        that of transformers is the sum of all metrics.
 
         Raises:
             ValueError: The trainer was given a model, which a trial would change, a trial asks for
@@ -241,7 +241,7 @@ class HarmonicTrainer(ResumableTrainer):
         return loss if self._has_own_loss else metrics.get("eval_post_hoc_loss", loss)
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Set the arguments of a trial; what the type of the old value would change, as it is."""
+        """Set the arguments of a trial without the casts that would change their values."""
         if trial is not None and self.hp_search_backend is not None:
             is_optuna = self.hp_search_backend == HPSearchBackend.OPTUNA
             for name, value in (self.hp_space(trial) if is_optuna else trial).items():
@@ -249,7 +249,7 @@ class HarmonicTrainer(ResumableTrainer):
                     raise ValueError(unknown_key(f"hp_space.{name}", name, [*vars(self.args)]))
                 old = getattr(self.args, name, None)
                 if hasattr(self.args, name) and not _survives_cast(value, type(old)):
-                    setattr(self.args, name, None)  # transformers casts to no type then
+                    setattr(self.args, name, None)  # transformers casts to the old value's type
         super()._hp_search_setup(trial)
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
@@ -263,17 +263,16 @@ class HarmonicTrainer(ResumableTrainer):
         return model
 
     def anneal(self, h_exp: HExpConfig) -> None:
-        """Anneal the exponent in another way than the arguments said, from the next step on."""
+        """Replace the schedule of the exponent, from the next step on."""
         self._head_callback.h_exp = h_exp
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
         """Return batches from workers that outlive a SIGTERM to all processes of a job.
 
-        What is not trained on is read to its last row: `dataloader_drop_last` is of the training.
-        Rows that would be laid out as one, padding-free, are then read one by one: each has metrics
-        and predictions of its own.
+        Evaluations read every row, since `dataloader_drop_last` is meant for the training. They
+        read padding-free rows one by one, because each has metrics and predictions of its own.
         """
-        collator = self._preparation.collator  # known with the first rows of text
+        collator = self._preparation.collator  # set when the first rows of text are read
         if collator is not None and isinstance(self.data_collator, CountingCollator):
             self.data_collator = replace(self.data_collator, collator=collator)
             if collator is collate_padding_free and not is_training:
@@ -284,7 +283,7 @@ class HarmonicTrainer(ResumableTrainer):
         return self._termination.keep_workers_(loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Return batches to evaluate on, also of one by name; text is tokenized and masked."""
+        """Return batches of a data set or of the one so named; text is tokenized and masked."""
         if isinstance(eval_dataset, str):
             eval_dataset = cast(dict, self.eval_dataset)[eval_dataset]
         return super().get_eval_dataloader(self._preparation.eval_rows(eval_dataset))
@@ -296,10 +295,10 @@ class HarmonicTrainer(ResumableTrainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor | int | None]:
-        """Start an optimizer step; note the time its data took, its tokens and streams' places."""
+        """Read the batches of an optimizer step; note its seconds, its tokens and stream places."""
         start = time.perf_counter()
         batches = list(islice(epoch_iterator, num_batches))
-        if self._knows_repeated and self.accelerator.gradient_state.end_of_dataloader:
+        if self._leaves_out_repeated and self.accelerator.gradient_state.end_of_dataloader:
             num_rows = last_batch_rows(self.callback_handler.train_dataloader, self.args)
             if num_rows:
                 size = self.args.per_device_train_batch_size
@@ -307,7 +306,9 @@ class HarmonicTrainer(ResumableTrainer):
         batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
-        num_tokens = sum(batch.pop("num_tokens", 0) for batch in batches)  # 0: a loader of others
+        num_tokens = sum(
+            batch.pop("num_tokens", 0) for batch in batches
+        )  # a user's loader has none
         if self.args.world_size > 1:
             counted = torch.tensor([[num_tokens, self._termination.received]], device=device)
             num_tokens, num_signals = self.accelerator.gather(counted).sum(0).tolist()
@@ -318,8 +319,8 @@ class HarmonicTrainer(ResumableTrainer):
         return batches, num_items
 
     @property
-    def _knows_repeated(self) -> bool:
-        """Whether rows can be left out; a loss of the user may need a label of every row."""
+    def _leaves_out_repeated(self) -> bool:
+        """Whether repeated rows can be left out; a user's loss may need a label of every row."""
         is_ours = isinstance(self.train_dataset, MaskedRows) and not isinstance(
             self.model, HarmonicForSequenceClassification
         )
@@ -327,15 +328,15 @@ class HarmonicTrainer(ResumableTrainer):
         return not is_span and (is_ours or not self._has_own_loss)
 
     def _take_out_repeated_(self, batch: dict[str, Any], num_rows: int, size: int) -> None:
-        """Leave out of the loss what accelerate has added to the last rows of all processes."""
+        """Leave out of the loss the rows with which accelerate has filled up the last batches."""
         collator, process = cast(CountingCollator, self.data_collator), self.args.process_index
         take_out_repeated_(batch, collator, num_rows=num_rows, size=size, process=process)
 
     def _warn_of_repeated(self, loader: DataLoader) -> None:
-        """Say that the last step of an epoch scores some rows twice, where it does."""
+        """Warn if the last step of an epoch scores some rows twice."""
         args = self.args
         num_rows = last_batch_rows(loader, args)
-        if num_rows and args.should_log and not self._knows_repeated:
+        if num_rows and args.should_log and not self._leaves_out_repeated:
             logger.warning(
                 "The last batches of an epoch score %d rows again, so that all %d processes have "
                 "as many. dataloader_drop_last=True leaves these batches out.",
@@ -352,7 +353,7 @@ class HarmonicTrainer(ResumableTrainer):
             )
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Leave it to `get_batch_samples`: transformers waits for the device here."""
+        """Do nothing: `get_batch_samples` counts tokens, without waiting for the device."""
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -363,8 +364,8 @@ class HarmonicTrainer(ResumableTrainer):
             return super().create_scheduler(num_training_steps, optimizer)
         optimizer = self.optimizer if optimizer is None else optimizer
         assert optimizer is not None, "transformers makes it first"
-        given = self.args.get_warmup_steps(num_training_steps)
-        warmup, decay = schedule.phase_steps(num_training_steps, warmup_steps=given)
+        fixed = self.args.get_warmup_steps(num_training_steps)
+        warmup, decay = schedule.phase_steps(num_training_steps, warmup_steps=fixed)
         self.lr_scheduler = get_wsd_schedule(
             optimizer,
             num_warmup_steps=warmup,
@@ -380,14 +381,14 @@ class HarmonicTrainer(ResumableTrainer):
         args: TrainingArguments, model: PreTrainedModel | None = None
     ) -> tuple[Any, Any]:
         """Return AdamW on float32 masters for a model that trains weights of 16 bits."""
-        found = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         if model is not None and low_precision_weights(model):
-            return MasterWeightsAdamW, found[1]
-        return found
+            return MasterWeightsAdamW, options
+        return optimizer_class, options
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Take the losses since the last log from all processes; transformers takes its own."""
-        # A callback that ends it earlier may do so in one process, and the others would wait.
+        """Average the losses since the last log over all processes; transformers does not."""
+        # A callback may have stopped one process early: the others would wait for it here.
         if self.args.world_size > 1 and self.state.global_step >= self.state.max_steps:
             losses = self._tr_loss.double() + self._total_loss_scalar
             self._total_loss_scalar = self.accelerator.reduce(losses, "mean").item()
@@ -406,12 +407,13 @@ class HarmonicTrainer(ResumableTrainer):
         return [n for n in names if (decays if n in table else not n.startswith("dist_head."))]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the exponent of the step just taken to its loss, or what it is learned to be now."""
-        if self.stream_place is not None and self.state.max_steps:  # else counted from a resume
+        """Log with a loss the exponent that its step used, or the learned one as it is now."""
+        # transformers would count the epochs of a stream from the step it was resumed at.
+        if self.stream_place is not None and self.state.max_steps:
             self.state.epoch = self.state.global_step / self.state.max_steps
         if "loss" in logs:
             learned = self.run_config.learns_h_exp
-            h_exp = self.model.h_exp if learned else self._head_callback.taken_at
+            h_exp = self.model.h_exp if learned else self._head_callback.last_h_exp
             logs = logs if h_exp is None else {**logs, "h_exp": h_exp}
         super().log(logs, start_time)
 
@@ -440,14 +442,14 @@ class HarmonicTrainer(ResumableTrainer):
         inputs: dict[str, Any],
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
-        """Run one micro-batch; after an out-of-memory error in a cheaper way.
+        """Run one micro-batch; after an out-of-memory error repeat it in a cheaper way.
 
         Raises:
             StoppedError: One row does not fit into memory.
         """
-        run = super().training_step
+        train = super().training_step
         loss = self._memory.run(
-            lambda batch: run(model, batch, num_items_in_batch),
+            lambda batch: train(model, batch, num_items_in_batch),
             inputs,
             step=self.state.global_step + 1,
             is_sum=num_items_in_batch is not None and not self._has_own_loss,
@@ -455,10 +457,10 @@ class HarmonicTrainer(ResumableTrainer):
         self._losses.append(loss)
         if self.accelerator.sync_gradients and self.args.world_size > 1:
             average_gradients(self._low_precision)
-        return loss.nan_to_num(0, 0, 0)  # of a step that may be skipped
+        return loss.nan_to_num(0, 0, 0)  # transformers sums it, though the step may be skipped
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """Stop before loss or gradients that are not finite are used, or skip the step."""
+        """Stop at a loss or gradients that are not finite, or skip the step, before the update."""
         norm = super()._get_grad_norm(model, grad_norm)
         loss = torch.stack([torch.zeros_like(norm), *self._losses]).sum()
         if self.args.skip_bad_steps:  # every process has to decide alike
@@ -466,17 +468,17 @@ class HarmonicTrainer(ResumableTrainer):
         values = torch.stack([loss, norm]).tolist()
         if all(map(math.isfinite, values)):
             return norm
-        found = {"step": self.state.global_step, "loss": values[0], "gradient_norm": values[1]}
+        bad_step = {"step": self.state.global_step, "loss": values[0], "gradient_norm": values[1]}
         rows, batches = self.train_dataset, self._memory.batches
-        save_bad_step(self.args, rows, self.stream_place, batches, **found)
+        save_bad_step(self.args, rows, self.stream_place, batches, **bad_step)
         if self._num_bad_steps == self.args.skip_bad_steps:
-            raise not_finite(**found)
+            raise not_finite(**bad_step)
         logger.warning(
-            "Step %d was left out: its loss or gradients are not finite.", found["step"] + 1
+            "Step %d was left out: its loss or gradients are not finite.", bad_step["step"] + 1
         )
         self._num_bad_steps += 1
-        model.zero_grad()  # optimizers leave alone what has no gradient
-        # The losses logged next and of the training are means over the steps that were taken.
+        model.zero_grad()  # optimizers do not update weights without a gradient
+        # The next logged loss, and that of the training, are means over steps without this one.
         self._tr_loss -= torch.stack(self._losses).nan_to_num(0, 0, 0).sum()
         self._globalstep_last_logged += 1
         self._initial_global_step += 1
@@ -489,17 +491,17 @@ class HarmonicTrainer(ResumableTrainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Leave out of the loss of the last batch what accelerate has added to it."""
-        read, size = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
-        is_uneven = self.args.world_size > 1 and read.end_of_dataloader and read.remainder > 0
-        if not is_uneven or not self._knows_repeated:
+        """Leave the rows that accelerate has added to the last batch out of its loss."""
+        state, size = self.accelerator.gradient_state, self.args.per_device_eval_batch_size
+        is_uneven = self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0
+        if not is_uneven or not self._leaves_out_repeated:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._take_out_repeated_(inputs, read.remainder, size)
-        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if found[0] is None:
-            return found
-        # They are parts of one sum, which transformers would weigh by the rows of a process.
-        return self.accelerator.reduce(found[0], "mean"), *found[1:]
+        self._take_out_repeated_(inputs, state.remainder, size)
+        outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if outputs[0] is None:
+            return outputs
+        # The processes' losses are parts of one sum; transformers would weigh them by rows.
+        return self.accelerator.reduce(outputs[0], "mean"), *outputs[1:]
 
     def evaluation_loop(
         self,
@@ -511,9 +513,9 @@ class HarmonicTrainer(ResumableTrainer):
     ) -> EvalLoopOutput:
         """Weigh every labelled token alike; transformers averages the means of batches.
 
-        Predictions, for `predict` and `compute_metrics`, are gathered by transformers' own loop; so
-        is the loss of labels that are no classes of the head, and the user's own. Of one name the
-        user's metric is returned, but of the loss.
+        transformers' own loop then gathers predictions for `predict` and `compute_metrics`, the
+        loss of labels that are no classes of the head, and the user's own loss. A metric of the
+        user's replaces ours of the same name, except the loss.
         """
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
@@ -527,23 +529,23 @@ class HarmonicTrainer(ResumableTrainer):
         if scores is not None and (len(scores.labels) > 0 or description != "Prediction"):
             documents = documents_of(dataloader.dataset, num_rows)
             metrics = summarize(scores, self.model.dist_head, documents)
-        named = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
+        ours = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
         if num_rows > 0 and not reads_again:
-            return EvalLoopOutput(None, None, named, num_rows)  # ty: ignore[invalid-argument-type]
-        found = super().evaluation_loop(
+            return EvalLoopOutput(None, None, ours, num_rows)  # ty: ignore[invalid-argument-type]
+        output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
-        others = dict(found.metrics or {})
-        if num_rows > 0 and not self._has_own_loss:  # a mean of means, or of nothing
-            others.pop(f"{metric_key_prefix}_loss", None)
-        return found._replace(metrics=named | others, num_samples=found.num_samples or num_rows)
+        theirs = dict(output.metrics or {})
+        if num_rows > 0 and not self._has_own_loss:  # theirs is a mean of means, or of nothing
+            theirs.pop(f"{metric_key_prefix}_loss", None)
+        return output._replace(metrics=ours | theirs, num_samples=output.num_samples or num_rows)
 
     def _head_inputs(
         self, dataloader: DataLoader, *, counts: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield hidden states and labels of every batch whose labels are classes of the head.
 
-        Callbacks are told of it if it `counts`: of what is read twice, the second time.
+        If it `counts`, callbacks see every batch: of data that is read twice, only the second time.
         """
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
@@ -608,25 +610,25 @@ class HarmonicTrainer(ResumableTrainer):
         folder = Path(str(self.args.output_dir))
         self.state.save_to_json(str(folder / "trainer_state.json"))
         to = replace(destination_of(hub), message=commit_message)
-        given = {"revision": revision, "private": private}
-        return push(folder, replace(to, **{k: v for k, v in given.items() if v is not None}))
+        changes = {"revision": revision, "private": private}
+        return push(folder, replace(to, **{k: v for k, v in changes.items() if v is not None}))
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Look whether the Hub could be pushed to; the repo is made by the first push."""
+        """Check that the Hub can be pushed to; the first push creates the repo."""
         if self.is_world_process_zero():
             check_destination(destination_of(self.run_config.hub))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Leave it to `PushCallback`, which pushes what ours publishes."""
+        """Do nothing: `PushCallback` pushes checkpoints in the form that the Hub gets from us."""
 
     def _finish_current_push(self) -> None:
-        """Wait at the end of the training for checkpoints on their way."""
+        """Wait at the end of the training for pushes of checkpoints."""
         if self.args.push_to_hub:
             finish_pushes(self.callback_handler.callbacks)
 
 
 def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
-    """Refuse an epoch without a batch."""
+    """Refuse rows of which `dataloader_drop_last` leaves no batch."""
     size = args.per_device_train_batch_size * args.world_size
     if args.dataloader_drop_last and isinstance(rows, Sized) and len(rows) < size:
         raise ValueError(
@@ -636,7 +638,7 @@ def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
 
 
 def _warn_of_bfloat16(model: nn.Module, device: torch.device) -> None:
-    """Say that a GPU is too old for 16-bit weights of this kind."""
+    """Warn if the GPU is too old for bfloat16 weights."""
     is_used = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
     if is_used and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         logger.warning(
@@ -647,7 +649,7 @@ def _warn_of_bfloat16(model: nn.Module, device: torch.device) -> None:
 
 
 def _check_loss(args: HarmonicTrainingArguments, compute_loss_func: Any) -> None:
-    """Refuse what a loss of the user replaces, or would not see."""
+    """Refuse a loss or weights of rows beside `compute_loss_func`, which would ignore them."""
     for name in ("weight_column", "loss"):
         if getattr(args, name) is not None and compute_loss_func is not None:
             raise ValueError(
@@ -662,7 +664,7 @@ def _is_distributed(model: Any) -> bool:
 
 
 def _survives_cast(value: Any, kind: type) -> bool:
-    """Whether a value is the same in another type; a text may be a number."""
+    """Whether a cast keeps a value; a text that is cast to a number is meant as one."""
     try:
         return kind(value) == value or (isinstance(value, str) and kind in (int, float))
     except (TypeError, ValueError):

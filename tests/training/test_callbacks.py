@@ -50,10 +50,10 @@ def test_the_exponent_is_linear_and_stateless():
 def test_a_trial_without_an_exponent_logs_none_of_the_trial_before():
     callback = HeadCallback(HExpConfig(start=-12.0, end=-4.0))
     model = SimpleNamespace(h_exp=-12.0, renormalize_prototypes_=lambda: None)
-    for h_exp, taken_at in ((callback.h_exp, -12.0), (None, None)):  # as a search sets it
+    for h_exp, last_h_exp in ((callback.h_exp, -12.0), (None, None)):  # as a search sets it
         callback.h_exp = h_exp
         callback.on_optimizer_step(None, None, None, model=model)
-        assert callback.taken_at == taken_at
+        assert callback.last_h_exp == last_h_exp
 
 
 def terminate(step=3):

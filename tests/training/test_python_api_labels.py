@@ -258,7 +258,7 @@ def test_a_loss_of_the_user_sees_no_row_without_its_class(arguments, make):
     for own_loss in (None, lambda *_, **__: 0):
         args = arguments(label_column="kind")
         trainer = make(args, train_dataset=rows, compute_loss_func=own_loss)
-        assert trainer._knows_repeated == (own_loss is None)
+        assert trainer._leaves_out_repeated == (own_loss is None)
 
 
 def test_a_formatting_function_that_was_edited_makes_other_rows(make, monkeypatch):
