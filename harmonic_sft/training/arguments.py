@@ -74,27 +74,27 @@ ACCELERATE_PLUGINS = {  # why each is refused
 
 
 def _ours(name: str, default: Any = None, more: str = "") -> Any:
-    """Return a field that is explained by the description of its key in the YAML file, and more."""
+    """Return a field whose help is the description of its YAML key, followed by `more`."""
     section, _, last = KEYS[name].partition(".")
     run_config: Any = RunConfig
-    found = run_config.__pydantic_fields__[section]
+    key = run_config.__pydantic_fields__[section]
     if last:
-        found = found.annotation.__pydantic_fields__[last]
-    kinds = (found.annotation, *get_args(found.annotation))
+        key = key.annotation.__pydantic_fields__[last]
+    kinds = (key.annotation, *get_args(key.annotation))
     choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-    text = found.description or ""
+    text = key.description or ""
     parts = [f"{text[:1].upper()}{text[1:]}", f"One of {', '.join(choices)}" if choices else ""]
     text = " ".join(f"{part.rstrip('.')}." for part in (*parts, more) if part)
     return field(default=default, metadata={"help": text})
 
 
 def _theirs(name: str, text: str) -> Any:
-    """Return a field of transformers with the default that a YAML file has."""
+    """Return a field of transformers with our default, as in a YAML file."""
     return field(default=DEFAULTS[name], metadata={"help": text})
 
 
 def _forced(name: str) -> Any:
-    """Return a field of transformers that takes one value."""
+    """Return a field of transformers that allows one value only."""
     value, reason = FORCED[name]
     return field(default=value, metadata={"help": f"Has to be {value!r}: {reason}."})
 
@@ -205,7 +205,7 @@ class HarmonicTrainingArguments(TrainingArguments):
     hub_license: str | None = _ours("hub_license")
 
     def __post_init__(self) -> None:
-        """Let transformers settle its fields."""
+        """Check and convert the fields, then let transformers do so with its own."""
         self._settle_types()
         raw = {name: getattr(self, name) for name in their_names()}
         for name in SECTIONS:
@@ -215,8 +215,8 @@ class HarmonicTrainingArguments(TrainingArguments):
             self.unfreeze = int(self.unfreeze)
         self._settle_head_and_loss()
         self.gradient_checkpointing = None
-        self._check_theirs()
-        super().__post_init__()  # takes it for the old name of its own option
+        self._check_transformers()
+        super().__post_init__()  # to which gradient_checkpointing is a deprecated name
         self.gradient_checkpointing = bool(raw["gradient_checkpointing"])
         accelerator_config: Any = self.accelerator_config
         if accelerator_config.dispatch_batches is None:  # accelerate's own choice, for streams
@@ -224,7 +224,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         metric = _metric(str(self.metric_for_best_model))
         if raw["greater_is_better"] is None and metric is not None:
             self.greater_is_better = METRICS[metric]
-        # What was derived from a value is not what was asked for.
+        # For `_changed_fields`, which returns what was given, not what transformers made of it.
         self._derived = {
             name: (value, getattr(self, name))
             for name, value in raw.items()
@@ -232,13 +232,13 @@ class HarmonicTrainingArguments(TrainingArguments):
         }
 
     def _settle_types(self) -> None:
-        """Take numbers of NumPy, a dtype of PyTorch, and what transformers writes into JSON."""
-        for one in fields(self):
-            if isinstance(value := getattr(self, one.name), np.generic):
-                setattr(self, one.name, value.item())
+        """Convert numbers of NumPy, a dtype of PyTorch, and the token that JSON files hide."""
+        for argument in fields(self):
+            if isinstance(value := getattr(self, argument.name), np.generic):
+                setattr(self, argument.name, value.item())
         if isinstance(self.dtype, torch.dtype):
             self.dtype = str(self.dtype).removeprefix("torch.")
-        if self.hub_token == "<HUB_TOKEN>":  # which stands there in its place
+        if self.hub_token == "<HUB_TOKEN>":  # written by `to_dict` in place of a token
             self.hub_token = None
 
     def _settle_head_and_loss(self) -> None:
@@ -257,9 +257,9 @@ class HarmonicTrainingArguments(TrainingArguments):
         if is_ours:
             self.loss = to_plain(self.loss)
 
-    def _check_theirs(self) -> None:
-        """Settle or refuse what transformers would end at in a traceback, or let pass."""
-        # transformers would ask for the package; a 0 looks like none further on.
+    def _check_transformers(self) -> None:
+        """Convert or refuse values at which transformers would crash, or which it would ignore."""
+        # Now: transformers would ask to install deepspeed, and a data_seed of 0 looks unset later.
         check_refused({"deepspeed": self.deepspeed, "data_seed": self.data_seed})
         if self.eval_accumulation_steps == 0:
             raise ValueError("training.eval_accumulation_steps: expected a number above 0, got 0")
@@ -272,9 +272,9 @@ class HarmonicTrainingArguments(TrainingArguments):
                 )
         if isinstance(self.accelerator_config, dict):
             check_fields(AcceleratorConfig, self.accelerator_config, "training.accelerator_config")
-            # transformers writes into it.
+            # transformers changes the dictionary it is given.
             self.accelerator_config = copy.deepcopy(self.accelerator_config)
-        # transformers has the best evaluation without its weights where it saves more rarely.
+        # transformers lets the best evaluation have no checkpoint if saves are rarer.
         eval_steps = self.eval_steps or self.logging_steps
         in_steps = self.eval_strategy == self.save_strategy == "steps"
         if self.load_best_model_at_end and in_steps and self.save_steps != eval_steps:
@@ -293,20 +293,20 @@ class HarmonicTrainingArguments(TrainingArguments):
         is_stream: bool = False,
         context_length: int = 1024,
     ) -> RunConfig:
-        """Return what a YAML file would say of a run with these arguments.
+        """Return the configuration of a run with these arguments, as if a YAML file had it.
 
         Args:
             base: Name of the model.
-            task: What is trained, whatever the arguments say.
+            task: What the model predicts; replaces that of the arguments.
             own_head: Settings of the head that the model has and keeps unless `head` names one.
             peft: LoRA.
             is_stream: The training data are read while training.
-            context_length: Where the arguments do not say.
+            context_length: Used if the arguments have none.
 
         Raises:
             ValueError: A value is wrong, or two do not go together.
         """
-        self._check_theirs()  # which may have been set since, as by `set_save`
+        self._check_transformers()  # again: `set_save` and the like may have changed them
         head, h_exp = self.head, self.h_exp
         if head is None and own_head is not None:
             head, own_h_exp = _sections_of(own_head)
@@ -334,7 +334,7 @@ class HarmonicTrainingArguments(TrainingArguments):
             "model": {"base": base},
             "peft": peft and to_plain(peft),
             "data": {"sources": [source], "eval": {"documents": 0}},
-            "training": self._given(),
+            "training": self._changed_fields(),
             "hub": self._hub(),
         }
         for name, key in KEYS.items():
@@ -343,18 +343,18 @@ class HarmonicTrainingArguments(TrainingArguments):
             node[last] = settled[name] if name in settled else vars(self)[name]
         return parse(RunConfig, fill_recipe(config))
 
-    def _given(self) -> dict[str, Any]:
-        """Return the arguments of transformers that differ from the recipe."""
+    def _changed_fields(self) -> dict[str, Any]:
+        """Return the arguments of transformers that differ from their defaults here."""
         given = {}
         for name in their_names():
             value = getattr(self, name)
             if name in self._derived and self._derived[name][1] is value:
                 value = self._derived[name][0]
             value = value.value if isinstance(value, Enum) else value
-            if isinstance(value, AcceleratorConfig):  # of `dataclasses.replace`
+            if isinstance(value, AcceleratorConfig):  # made of a dictionary by `__post_init__`
                 plain = vars(AcceleratorConfig())
                 value = {k: v for k, v in vars(value).items() if (v or None) != (plain[k] or None)}
-            # A parser of command lines writes nothing in its own ways.
+            # `or None`: parsers of command lines write "nothing" as None, False or an empty list.
             if name not in NOT_IN_CONFIG and (value or None) != (default_of(name) or None):
                 given[name] = value
         if "metric_for_best_model" in given:
@@ -380,7 +380,7 @@ class HarmonicTrainingArguments(TrainingArguments):
 
 @contextmanager
 def changed(args: TrainingArguments, **values: Any) -> Generator[None]:
-    """Hold other values of arguments where transformers reads them, and put the old ones back."""
+    """Give arguments other values, which transformers then reads, inside a `with` block."""
     before = {name: getattr(args, name) for name in values}
     vars(args).update(values)
     try:
@@ -390,27 +390,27 @@ def changed(args: TrainingArguments, **values: Any) -> Generator[None]:
 
 
 def their_names() -> list[str]:
-    """Name transformers' own arguments."""
-    return [one.name for one in fields(TrainingArguments) if one.init]
+    """Return the names of transformers' own arguments."""
+    return [argument.name for argument in fields(TrainingArguments) if argument.init]
 
 
 def default_of(name: str) -> Any:
-    """Return what an argument is where it was not given."""
-    found = HarmonicTrainingArguments.__dataclass_fields__[name]
-    return found.default if found.default_factory is MISSING else found.default_factory()
+    """Return the default of an argument."""
+    argument = HarmonicTrainingArguments.__dataclass_fields__[name]
+    return argument.default if argument.default_factory is MISSING else argument.default_factory()
 
 
 def _metric(name: str) -> str | None:
-    """Return the metric of ours that a name says, alone or after that of an evaluation set."""
-    found = [metric for metric in METRICS if f"_{name}".endswith(f"_{metric}")]
-    return max(found, key=len, default=None)
+    """Return the metric of ours that a name ends in: `loss` for `eval_other_loss`."""
+    metrics = [metric for metric in METRICS if f"_{name}".endswith(f"_{metric}")]
+    return max(metrics, key=len, default=None)
 
 
 def _sections_of(own_head: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Return what the sections head and h_exp say of a head that a model has and keeps."""
+    """Return the sections head and h_exp for a head that a model has and keeps."""
     head, h_exp = {**copy.deepcopy(own_head), "init": "base_head"}, None
-    for one in heads_in(head):
-        other = {key: one.pop(key, None) for key in NOT_IN_HEAD}
+    for settings in heads_in(head):
+        other = {key: settings.pop(key, None) for key in NOT_IN_HEAD}
         learned = {"start": other["h_exp"], "schedule": "learned"}
         h_exp = h_exp or (learned if other["learn_h_exp"] else other["h_exp"])
     return head, h_exp
@@ -453,7 +453,7 @@ def check_launch(args: HarmonicTrainingArguments) -> None:
 
 
 def _check_processes(args: HarmonicTrainingArguments) -> None:
-    """Refuse what several processes would wait at for ever, or train otherwise than one."""
+    """Refuse settings at which several processes would hang, or train otherwise than one."""
     accelerator_config: Any = args.accelerator_config
     section = "training.accelerator_config"
     if accelerator_config.dispatch_batches:
@@ -467,11 +467,11 @@ def _check_processes(args: HarmonicTrainingArguments) -> None:
             "other rows"
         )
     needed = {
-        # They could not leave out the rows that fill up their last batches.
+        # Rows that fill up last batches could not be left out.
         "data.padding_free": (args.padding_free, False),
-        # The rows of a step would be others.
+        # A step would read other rows.
         f"{section}.split_batches": (accelerator_config.split_batches, False),
-        # Those with a batch more would wait for the others.
+        # Processes with one batch more would wait for the others.
         f"{section}.even_batches": (accelerator_config.even_batches, True),
         # A token would weigh more where a process has fewer of them.
         "training.average_tokens_across_devices": (args.average_tokens_across_devices, True),

@@ -1,4 +1,4 @@
-"""From what `HarmonicTrainer` is given to what it trains: model, head, rows, collator."""
+"""Makes what `HarmonicTrainer` trains of its arguments: the model with its head, and the rows."""
 
 import logging
 import os
@@ -75,7 +75,7 @@ CLASSIFIER_NAMES = (  # ends of transformers' names
 
 
 class Preparation:
-    """Makes models and rows as the arguments of a trainer say; they are explained there.
+    """Makes the model and the rows of a `HarmonicTrainer`, which explains the arguments.
 
     Raises:
         ValueError: The model cannot be found, or does not fit the arguments.
@@ -120,7 +120,7 @@ class Preparation:
             self._base = load_base_config(ModelConfig(base=model, revision=args.revision))
         else:
             self._base = model.config
-        self.data = self.configure().data  # which says how rows are made, with the seed
+        self.data = self.configure().data  # with `_seed` it decides how rows are made
         self._seed = args.seed
         if self.config.model.task in CLASSIFIERS and self.config.head.init == "base_head":
             self._labels = [name for _, name in sorted((self._base.id2label or {}).items())]
@@ -128,7 +128,7 @@ class Preparation:
             _check_loaded(model, args, self.config)
 
     def configure(self) -> RunConfig:
-        """Set `config` to what a YAML file would say of the arguments as they are; return it."""
+        """Set `config` to the YAML equivalent of the arguments as they are now; return it."""
         task = self.args.task or task_of(self.model, self._base, self.args.label_column)
         has_head = isinstance(self.model, HarmonicHeadModel)
         if task in CLASSIFIERS and not has_head and _token_task(self._base) == "causal_lm":
@@ -163,10 +163,10 @@ class Preparation:
         return self.config
 
     def configure_trial(self) -> RunConfig:
-        """Set and return `config` for a trial of a search, whose rows are made already.
+        """Set and return `config` for a trial of a search, which trains on the rows made before.
 
         Raises:
-            ValueError: It asks for other rows.
+            ValueError: The trial asks for other rows.
         """
         config, made = self.configure(), {**vars(self.data), "seed": self._seed}
         asked = {**vars(config.data), "seed": config.seed}
@@ -201,15 +201,15 @@ class Preparation:
     def train_rows(self, data: Any) -> Any:
         """Return rows with `input_ids` and `labels`, tokenized, masked and packed.
 
-        What is no data set of the datasets library is left as it is; so is everything, if the
-        trainer was given a collator.
+        Only data sets of the datasets library are changed, and none if the trainer was given a
+        collator.
 
         Raises:
             ValueError: Bad rows, or columns that are not known.
         """
         is_raw = self._is_raw(data, TRAIN_NAME)
-        h_exp, of_run = self.config.h_exp, isinstance(data, MaskedRows | StreamedRows)
-        if h_exp is not None and h_exp.calibrate and not of_run:
+        h_exp, is_from_yaml = self.config.h_exp, isinstance(data, MaskedRows | StreamedRows)
+        if h_exp is not None and h_exp.calibrate and not is_from_yaml:
             raise ValueError(
                 "h_exp.calibrate: expected false from Python, got true. Only the run of a YAML "
                 "file calibrates: harmonic_sft.train(load_run_config(...))"
@@ -220,7 +220,7 @@ class Preparation:
                 f"data[{next(iter(data))!r}]"
             )
         if is_raw:
-            data = self._loaded(data, TRAIN_NAME).train
+            data = self._load_rows(data, TRAIN_NAME).train
         if isinstance(data, MaskedRows) and data.class_names is not None:
             self._labels = data.class_names
         return data
@@ -233,19 +233,19 @@ class Preparation:
         if isinstance(data, dict) and data:
             return {name: self.eval_rows(part) for name, part in data.items()}
         if isinstance(data, MaskedRows) and data.fixed_epoch is None:
-            # Those of the training: a pass over them would move the epoch, and the masks, of these.
+            # The training rows: evaluating them would change their epoch, and so their masks.
             return MaskedRows(data.rows, data.masker, packs=data.packs, fixed_epoch=EVAL_EPOCH)
         if not self._is_raw(data, EVAL_NAME):
-            # Several processes would score rows again that fill up a last batch of unknown size.
+            # Of a stream of unknown length several processes would score some rows twice.
             is_stream = isinstance(data, IterableDataset | datasets.IterableDataset)
             return list(data) if is_stream and self.args.world_size > 1 else data
-        return self._loaded(data, EVAL_NAME).eval
+        return self._load_rows(data, EVAL_NAME).eval
 
     def test_rows(self, data: Any) -> Any:
         """Tokenize a data set to predict: as `eval_rows`, but a classifier's may have no labels.
 
         Raises:
-            ValueError: Rows would be left out, and predictions not stand beside their texts.
+            ValueError: Bad rows, without which predictions would not stand beside their texts.
         """
         column, is_raw = self.data.label_column, self._is_raw(data, EVAL_NAME)
         if column is None or not is_raw:
@@ -258,21 +258,21 @@ class Preparation:
                     len(data),
                 )
             return rows
-        # A test split without labels may hold None, or -1, in their place.
+        # A test split without labels may hold None or -1 in the column.
         missing = {"-1"}.difference(self._labels or ())
         labels = (row.get(column) for row in unformatted(data))
         has_labels = any(label is not None and str(label) not in missing for label in labels)
-        found = self._loaded(data, EVAL_NAME, has_labels=has_labels)
-        if found.bad_rows.total:
-            readable = len(found.eval)
+        loaded = self._load_rows(data, EVAL_NAME, has_labels=has_labels)
+        if loaded.bad_rows.total:
+            readable = len(loaded.eval)
             raise ValueError(
-                f"test_dataset: expected all of {readable + found.bad_rows.total} rows with a "
+                f"test_dataset: expected all of {readable + loaded.bad_rows.total} rows with a "
                 f"text, got only {readable} that can be read. Take the others out"
             )
-        return found.eval
+        return loaded.eval
 
     def _is_raw(self, data: Any, name: str) -> bool:
-        """Whether rows are made of a data set; refuse what then has no columns."""
+        """Whether rows have to be made of a data set; refuse kinds of data without columns."""
         if not self.makes_rows:
             return False
         if isinstance(data, datasets.Dataset | datasets.IterableDataset):
@@ -286,14 +286,14 @@ class Preparation:
             )
         return False
 
-    def _loaded(
+    def _load_rows(
         self,
         data: datasets.Dataset | datasets.IterableDataset,
         name: str,
         *,
         has_labels: bool = True,
     ) -> LoadedData:
-        """Read all rows of a data set as those of the `data` section."""
+        """Tokenize all rows of a data set, like the sources of a YAML file's data section."""
         settings, column = self.data, self.args.text_column
         row_format: Literal["auto", "text"] = "auto"
         columns = data.column_names or []
@@ -334,14 +334,14 @@ class Preparation:
         text_of: Callable[[dict[str, Any]], str],
         kept: Sequence[str | None],
     ) -> datasets.Dataset | datasets.IterableDataset:
-        """Return a data set with one column of text, beside those that are kept."""
+        """Return a data set with a column of text and the `kept` columns alone."""
         columns = [name for name in data.column_names or [] if name not in kept]
         data = unformatted(data)
-        # A classifier's text has the special tokens that it spells.
+        # Classifiers are exempt: their tokenizer reads special tokens that a text spells.
         for row in data.take(0 if self.config.model.task in CLASSIFIERS else 1):
             _check_plain(text_of(dict(row)), self.tokenizer())
         is_table = isinstance(data, datasets.Dataset)
-        # A table knows functions of modules by name, and would find what an older one made.
+        # The cache knows functions of modules by name, and would return rows of an older version.
         options = {"load_from_cache_file": False} if is_table else {}
         data = data.map(lambda row: {"text": text_of(dict(row))}, remove_columns=columns, **options)
         if is_table:
@@ -379,8 +379,9 @@ class Preparation:
             built = LANGUAGE_MODELS[task].on_base(
                 base, head=run.head_settings(), init=run.head.init, tie=run.head.tie
             )
-            # With new tokens the old head predicts others than the new one.
-            old_head = base.head if task != "causal_lm" or self._has_all_tokens_(built) else None
+            # With new tokens the old head has fewer classes and cannot be compared with the new.
+            has_new = task == "causal_lm" and self._add_missing_tokens_(built)
+            old_head = None if has_new else base.head
         if isinstance(self.model, str) and self.model.startswith("package:"):
             built.config.base_model = self.model
         prepare_model_(built, run, old_head)
@@ -446,12 +447,12 @@ class Preparation:
             model.dist_head.initialize_(class_means(model, batches))
         return model
 
-    def _has_all_tokens_(self, model: HarmonicHeadModel) -> bool:
-        """Give a decoder the tokens that only its tokenizer has; return whether there were none."""
+    def _add_missing_tokens_(self, model: HarmonicHeadModel) -> bool:
+        """Give a decoder the tokens that only its tokenizer has; return whether there were any."""
         num_before = len(model.dist_head.weight)
         num_classes = max(num_before, len(self.tokenizer()))
         if num_classes == num_before:
-            return True
+            return False
         model.resize_token_embeddings(num_classes)
         logger.info(
             "New tokens: %d, which the tokenizer has and the base has not. Their embeddings and "
@@ -463,11 +464,11 @@ class Preparation:
                 f"loss distill: expected a tokenizer with the base's own {num_before} tokens, got "
                 f"one with {num_classes}, of which the old head knows nothing"
             )
-        return False
+        return True
 
 
 def _check_model(model: Any) -> None:
-    """Refuse what is no model, and one with an adapter, which is not trained here."""
+    """Refuse anything but a name or a model, and a model with a PEFT adapter."""
     if not isinstance(model, str | PreTrainedModel):
         raise ValueError(
             "model: expected a name, a folder or a model of transformers, got "
@@ -486,7 +487,7 @@ def _check_model(model: Any) -> None:
 def _check_plain(text: Any, tokenizer: Any) -> None:
     """Refuse text with special tokens, which a chat template may have written."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    # Texts are about masks, and corpora spell unknown words so.
+    # Texts may write about masks, and corpora write <unk> for unknown words.
     special -= {tokenizer.mask_token, tokenizer.unk_token} - {tokenizer.eos_token}
     found = [token for token in special if isinstance(text, str) and token in text]
     if found:
@@ -498,7 +499,7 @@ def _check_plain(text: Any, tokenizer: Any) -> None:
 
 
 def _check_stream(data: datasets.IterableDataset) -> None:
-    """Refuse a stream whose place the library cannot restore, and one process's part of another."""
+    """Refuse a stream that cannot be resumed, or that is one process's part of another stream."""
     if data._distributed is not None:
         raise ValueError(
             "train_dataset: expected the stream of all processes, got one split by node. Leave "
@@ -530,7 +531,7 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
         ValueError: A class without a labeled row.
     """
     head = model.dist_head
-    on_sphere = any(isinstance(one, SphereHead) and one.unit_sphere for one in head.modules())
+    on_sphere = any(isinstance(part, SphereHead) and part.unit_sphere for part in head.modules())
     shape = (model.num_classes(model.config), model.config.text_config.hidden_size)
     totals = torch.zeros(shape, dtype=torch.float64, device="cpu")  # [V, D]
     counts = totals.new_zeros(len(totals))  # [V]
@@ -538,7 +539,7 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
         states, labels = (part.cpu() for part in labelled_states(model, batch))  # [N, D], [N]
         weights = batch.get("label_weights", torch.ones_like(batch["labels"]))
         weights = weights[batch["labels"] != IGNORE_INDEX].cpu().double()  # [N]
-        weights = weights.clamp_min(1e-12)  # a class without any other row has those of weight 0
+        weights = weights.clamp_min(1e-12)  # rows of weight 0 count in a class without others
         features = states.double()
         features = normalize(features, dim=-1) if on_sphere else features
         totals.index_add_(0, labels, features * weights.unsqueeze(-1))
@@ -557,7 +558,7 @@ def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | No
     """Freeze what the run does not train, add LoRA if it has a section, and set the loss.
 
     Raises:
-        ValueError: The run asks for what would then have no effect.
+        ValueError: NEFTune with frozen embeddings, or distillation without an old head.
     """
     unfreeze_(model, run.model.unfreeze)
     noise = run.training.get("neftune_noise_alpha")
@@ -586,7 +587,7 @@ def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> s
     Raises:
         ValueError: They do not say.
     """
-    names = [] if isinstance(model, str) else [one.__name__ for one in type(model).__mro__]
+    names = [] if isinstance(model, str) else [cls.__name__ for cls in type(model).__mro__]
     names += config.architectures or []
     # An answer has two labelled tokens, its start and its end.
     ours = {**TASKS, "HarmonicForQuestionAnswering": "token_classification"}
@@ -626,8 +627,8 @@ def _token_task(config: PreTrainedConfig) -> str | None:
 def _check_loaded(
     model: HarmonicHeadModel, args: HarmonicTrainingArguments, run: RunConfig
 ) -> None:
-    """Refuse what only a model that the trainer loads by its name can follow."""
-    check_class(model.dist_head)  # which saving would refuse, after the training
+    """Refuse arguments that a model which is loaded already cannot follow."""
+    check_class(model.dist_head)  # now: saving, after the training, would refuse it
     asked, task = run.model, task_of(model, model.config, None)
     learns = any("log_steepness" in name for name, _ in model.dist_head.named_parameters())
     dtypes = {str(parameter.dtype) for parameter in model.model.parameters()}
