@@ -1,4 +1,4 @@
-"""A Trainer whose runs go on: whole checkpoints, the same rows, a folder that is one run's."""
+"""A Trainer whose runs can be resumed: whole checkpoints, the same rows, one folder for a run."""
 
 import hashlib
 import json
@@ -81,17 +81,17 @@ logger = logging.getLogger(__name__)
 
 
 class ResumableTrainer(Trainer):
-    """transformers' Trainer whose runs can be killed at any moment and go on with the same bits.
+    """transformers' Trainer whose runs can be killed at any moment and continue with the same bits.
 
-    A checkpoint is whole, by a manifest with checksums, or none at all. It holds what transformers'
-    does not: the losses since the last log, the places in streams, tables of neighbors. What a run
-    continues with has to be what it began with: settings, rows, frozen weights, rows per step. The
-    output folder belongs to one run. `training_args.bin` is never written: it is a pickle.
+    A checkpoint counts only if it is whole by its manifest of checksums. Beside what transformers
+    saves it holds the losses since the last log, the places in streams and tables of neighbors. A
+    run has to continue with the settings, rows, frozen weights and rows per step that it began
+    with. Its output folder is its own. `training_args.bin`, a pickle, is never written.
 
     Args:
-        preparation: What the trainer was given; its model is built.
+        preparation: It has built the model, and makes further rows and trials.
         callbacks: Further callbacks.
-        kwargs: Of `transformers.Trainer`.
+        kwargs: Arguments of `transformers.Trainer`.
     """
 
     model: HarmonicHeadModel
@@ -107,26 +107,27 @@ class ResumableTrainer(Trainer):
         **kwargs: Any,
     ):
         self._preparation = preparation
-        self.run_config = preparation.config  # what a YAML file would say
+        self.run_config = preparation.config
         self.stream_place: StreamPlace | None = None
         if isinstance(train_dataset, StreamedRows):
             self.stream_place = StreamPlace(train_dataset, args)
         self._termination = TerminationCallback(is_alone=args.world_size == 1)
         callbacks = [self._termination, *callbacks]
-        with changed(args, enable_jit_checkpoint=False):  # ours takes the signal
+        with changed(args, enable_jit_checkpoint=False):  # our callback handles SIGTERM
             super().__init__(args=args, train_dataset=train_dataset, callbacks=callbacks, **kwargs)
-        self._made_with = args.to_dict()  # rows and model: `train` compares
-        self._made_rows = train_dataset if preparation.makes_rows else None
+        # `train` compares these two, since rows and model were made of them.
+        self._original_args = args.to_dict()
+        self._original_rows = train_dataset if preparation.makes_rows else None
         folder = Path(str(args.output_dir))
-        self._found_empty = folder if is_empty(folder) else None
-        self.claimed: Path | None = None  # the output folder that is this run's
-        self._trained_in: Path | None = None  # the one of the last `train`
-        self._best: str | None = None  # the best checkpoint of a run that is resumed
-        self._keep: int | None = None  # how many checkpoints, while a training is on
+        self._empty_at_start = folder if is_empty(folder) else None
+        self.claimed: Path | None = None  # the output folder, once it belongs to this run
+        self._last_trained: Path | None = None  # output folder of the last `train`
+        self._resumed_best: str | None = None  # the best checkpoint when the run was resumed
+        self._num_kept: int | None = None  # args.save_total_limit, which is None while training
         self._frozen: str | None = None  # checksum of the frozen weights
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
-        """Write down what is trained, which makes the output folder this run's.
+        """Write the configuration into the output folder, which then belongs to this run.
 
         Raises:
             ValueError: It holds something else, or another run; or nodes do not share it.
@@ -134,13 +135,13 @@ class ResumableTrainer(Trainer):
         folder = Path(str(self.args.output_dir))
         if self.claimed == folder:
             return
-        if folder.expanduser() != self.run_config.output_dir:  # the arguments name another one now
+        if folder.expanduser() != self.run_config.output_dir:  # it was changed after `__init__`
             self.run_config = self._preparation.configure_trial()
         state = PartialState()
         if state.is_main_process:
             config = replace(self.run_config, resume=resume)
-            # Metrics of an evaluation, say, that this trainer has written are in nobody's way.
-            if self._found_empty != folder:
+            # What is now in a folder that was empty, such as metrics, was written by this trainer.
+            if self._empty_at_start != folder:
                 check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()
@@ -155,7 +156,7 @@ class ResumableTrainer(Trainer):
             ValueError: Another process trains in the folder.
             StoppedError: Another process of this run does not answer.
         """
-        is_main = PartialState().is_main_process  # which writes, and locks the folder for all
+        is_main = PartialState().is_main_process  # it alone writes, so its lock is enough
         lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
         with lock, naming_silent_peers(self.args):
             yield
@@ -170,7 +171,7 @@ class ResumableTrainer(Trainer):
 
         Args:
             resume_from_checkpoint: A folder, or True for the newest whole checkpoint.
-            trial: Of a hyper-parameter search.
+            trial: Set by a hyper-parameter search.
             ignore_keys_for_eval: Outputs of the model that evaluations do not gather.
 
         Raises:
@@ -178,13 +179,13 @@ class ResumableTrainer(Trainer):
                 with another number of rows; or another process trains in it.
             StoppedError: Loss or gradients are not finite, one row does not fit into memory, or
                 another process does not answer.
-            SystemExit: A SIGTERM came; the step at work was saved.
+            SystemExit: A SIGTERM came; the current step was completed and saved.
         """
         folder = Path(str(self.args.output_dir))
         checkpoint = find_checkpoint(resume_from_checkpoint, folder)
         if checkpoint is not None:
             check_same_settings(checkpoint, self.run_config)
-        if self._preparation.makes_rows and self.train_dataset is not self._made_rows:
+        if self._preparation.makes_rows and self.train_dataset is not self._original_rows:
             raise ValueError(
                 "train_dataset: expected the one that the trainer was made with, got another, of "
                 "which no rows were made. Make another trainer"
@@ -193,31 +194,31 @@ class ResumableTrainer(Trainer):
             if self.model_init is not None:  # a search has changed the arguments
                 self.run_config = self._preparation.configure_trial()
             else:
-                check_same_arguments(self._made_with, self.args.to_dict())
+                check_same_arguments(self._original_args, self.args.to_dict())
             if (
                 checkpoint is None
-                and self._trained_in == folder
+                and self._last_trained == folder
                 and any(map(was_saved, all_checkpoints(folder)))
             ):
                 raise holds_a_run(folder)
             self.claim_output_folder(resume=checkpoint is not None)
-            self._trained_in = folder
+            self._last_trained = folder
         is_search = trial is not None and self.hp_search_backend == HPSearchBackend.OPTUNA
         try:
             with self.at_work():
                 output = self.train_from(checkpoint, trial, ignore_keys_for_eval)
-                if is_search and self.objective is None:  # as the search would do outside
+                if is_search and self.objective is None:  # before the folder is unlocked
                     self.objective = self.compute_objective(self.evaluate())
                 return output
         except (StoppedError, DivergedError) as error:
             if not is_search:
                 raise
-            if self.args.process_index > 0:  # the first one alone tells the search of it
+            if self.args.process_index > 0:  # the first process tells the search
                 self.objective = math.nan
                 return TrainOutput(self.state.global_step, math.nan, {})
             import optuna
 
-            raise optuna.TrialPruned(str(error)) from error  # the others are to go on
+            raise optuna.TrialPruned(str(error)) from error  # so that other trials follow
 
     def train_from(
         self,
@@ -225,9 +226,9 @@ class ResumableTrainer(Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as `train` does, from a whole checkpoint or the start, in a folder that is claimed.
+        """Train as `train` does, from a whole checkpoint or the start.
 
-        The caller is `at_work`.
+        The caller has claimed the output folder and holds `at_work`.
         """
         args, accumulation = self.args, self.args.gradient_accumulation_steps
         if self.stream_place is not None:
@@ -244,19 +245,19 @@ class ResumableTrainer(Trainer):
                     "An IterableDataset of your own is read from its start, and the batches of all "
                     "steps taken are left out: the same rows only if none came twice."
                 )
-            self._best = state.best_model_checkpoint
+            self._resumed_best = state.best_model_checkpoint
             accumulation = same_accumulation(checkpoint, args)
             load_neighbors_(checkpoint, self.model.loss_fn)
-        # transformers would delete by the clock, before there is a manifest, and of two checkpoints
-        # at the end the last one.
-        self._keep = args.save_total_limit
+        # Checkpoints are deleted in `_save_checkpoint`: transformers would go by modification times
+        # and delete before the manifest is there, at the end all but the best checkpoint.
+        self._num_kept = args.save_total_limit
         with (
             self._termination.listening(is_asked=args.enable_jit_checkpoint),
             changed(
                 args,
-                # Once, and early stopping would count it again.
+                # A resumed run has done it, and early stopping would count it twice.
                 eval_on_start=args.eval_on_start and checkpoint is None,
-                ignore_data_skip=self.stream_place is not None,  # which knows where it stood
+                ignore_data_skip=self.stream_place is not None,  # `load` has set the place
                 save_total_limit=None,
                 gradient_accumulation_steps=accumulation,
             ),
@@ -268,15 +269,15 @@ class ResumableTrainer(Trainer):
         return output
 
     def check_continues(self, checkpoint: Path) -> None:
-        """Refuse a checkpoint of other classes, rows, or of another commit of the base."""
+        """Refuse a checkpoint with other classes or rows, or of another commit of the base."""
         rows = {"rows_sha256": self.rows_sha256, "eval_sha256": self.eval_sha256}
         check_continues(checkpoint, self.model.config, **rows)
 
     @cached_property
     def rows_sha256(self) -> str | None:
-        """The checksum of the training rows, of a stream that of the tokenizer's vocabulary.
+        """The checksum of the training rows; for a stream that of the tokenizer's vocabulary.
 
-        Of rows of the user their number, if they have one.
+        For rows of the user's own it is their number, None if that is unknown.
         """
         rows = self.train_dataset
         if isinstance(rows, MaskedRows):
@@ -289,11 +290,11 @@ class ResumableTrainer(Trainer):
 
     @cached_property
     def eval_sha256(self) -> str | None:
-        """The checksum of the evaluation sets that are tables of ours; None if there is none."""
-        given = self.eval_dataset
-        sets = given.values() if isinstance(given, dict) else [given]
-        found = [rows_digest(rows.rows) for rows in sets if isinstance(rows, MaskedRows)]
-        return " ".join(sorted(found)) or None
+        """The checksums of the evaluation sets that are tables of ours; None if there are none."""
+        data = self.eval_dataset
+        sets = data.values() if isinstance(data, dict) else [data]
+        digests = [rows_digest(rows.rows) for rows in sets if isinstance(rows, MaskedRows)]
+        return " ".join(sorted(digests)) or None
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         """Shuffle by (seed, epoch) alone, whatever the number of processes; a stream has none."""
@@ -302,16 +303,16 @@ class ResumableTrainer(Trainer):
         return super()._get_train_sampler(train_dataset)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Read a stream's own share of it; accelerate would read all of it in every process."""
+        """Read this process's share of a stream; accelerate would read all in every process."""
         if self.stream_place is None:
             return super().get_train_dataloader()
         loader = self.stream_place.loader(self.data_collator, self._train_batch_size)
         return self._termination.keep_workers_(loader)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Save with it the losses since the last log and where the streams stand.
+        """Save also the losses since the last log and the places in streams.
 
-        Every process knows its own.
+        These are saved here because transformers calls this in every process.
         """
         super()._save_rng_state(output_dir)
         loss = self._tr_loss.item()
@@ -321,32 +322,32 @@ class ResumableTrainer(Trainer):
             self.stream_place.save(Path(output_dir))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Continue with the losses since the last log, too."""
+        """Load also the losses since the last log."""
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             loss, last = load_running_loss(Path(checkpoint), self.args)
             self._tr_loss += loss
-            self._total_loss_scalar -= loss  # which is of this session alone
+            self._total_loss_scalar -= loss  # the training's mean loss is of this session alone
             if last is not None:
                 self._globalstep_last_logged = last
 
     def _load_callback_state(self) -> None:
-        """Set what callbacks had counted, and the best checkpoint, wherever the run was once."""
+        """Restore the counters of callbacks and, of a run that was moved, the best checkpoint."""
         super()._load_callback_state()
         for callback in self.callback_handler.callbacks:
             state = cast(dict, self.state.stateful_callbacks).get(type(callback).__name__)
-            if isinstance(state, dict):  # a list is of several of one kind
+            if isinstance(state, dict):  # it is a list for several callbacks of one class
                 vars(callback).update(state.get("attributes", {}))
-        if self._best is not None and self.state.best_model_checkpoint is None:
-            logger.warning("The run was moved. Its best checkpoint is %s.", self._best)
-        self.state.best_model_checkpoint = self._best
-        self.state.compute_steps(self.args, self.state.max_steps)  # `logging_steps` may be another
+        if self._resumed_best is not None and self.state.best_model_checkpoint is None:
+            logger.warning("The run was moved. Its best checkpoint is %s.", self._resumed_best)
+        self.state.best_model_checkpoint = self._resumed_best
+        self.state.compute_steps(self.args, self.state.max_steps)  # logging_steps may have changed
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, its manifest last; then delete those of the lowest steps."""
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         folder = Path(self._get_output_dir(trial), name)
-        if self.args.should_save:  # what is there was saved otherwise, or cannot be written over
+        if self.args.should_save:  # an older one may have other files
             shutil.rmtree(folder, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
@@ -354,8 +355,8 @@ class ResumableTrainer(Trainer):
         if self.args.should_save:
             save_neighbors(folder, self.model.loss_fn)
             is_part = has_lora(self.model) or self.args.save == "trainable"
-            is_packed = quantization_method(self.model.config) is not None
-            if self._frozen is None and (is_part or not is_packed):
+            is_quantized = quantization_method(self.model.config) is not None
+            if self._frozen is None and (is_part or not is_quantized):
                 self._frozen = frozen_sha256(self.model)  # once: it takes seconds
             write_manifest(
                 folder,
@@ -366,19 +367,19 @@ class ResumableTrainer(Trainer):
                 eval_sha256=self.eval_sha256,
             )
             best = Path(self.state.best_model_checkpoint or folder)
-            rotate(folder.parent, keep=self._keep, protected=[folder, best])
+            rotate(folder.parent, keep=self._num_kept, protected=[folder, best])
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Note a new best; with `save_strategy="best"` also save what a callback asked for.
+        """Note a new best; with `save_strategy="best"` save also if a callback asked for it.
 
-        transformers would save the best alone, and lose the steps before a SIGTERM.
+        transformers would save the best alone, and lose the last steps before a SIGTERM.
         """
         return super()._determine_best_metric(metrics, trial) or self.control.should_save
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load weights onto the frozen ones of the checkpoint: a teacher is made of the base."""
+        """Load the weights; refuse other frozen ones, since a teacher was made of those already."""
         folder = Path(resume_from_checkpoint)
         check_frozen(self.model, folder)
         before = HarmonicConfig.from_pretrained(folder).transformers_version
@@ -388,29 +389,29 @@ class ResumableTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint, if it is whole."""
-        assert self.state.best_model_checkpoint is not None, "the callers look"
+        assert self.state.best_model_checkpoint is not None, "callers check this"
         folder = Path(self.state.best_model_checkpoint)
         check_undamaged(folder, is_best=True)
         self._load_weights(folder)
 
     def _load_weights(self, folder: Path) -> None:
-        """Load the weights of a checkpoint and their exponent; of some only those that train."""
+        """Load weights and exponent of a checkpoint, which may hold trained weights only."""
         config = HarmonicConfig.from_pretrained(folder)
         if not load_part_(self.model, folder):
             saved = dict(read_tensors(folder, ("",)))
-            found = self.model.load_state_dict(saved, strict=False)
-            missing = set(found.missing_keys).difference(self.model.all_tied_weights_keys)
-            if missing:  # experts have other names in files
+            keys = self.model.load_state_dict(saved, strict=False)
+            missing = set(keys.missing_keys).difference(self.model.all_tied_weights_keys)
+            if missing:  # such as experts, which have other names in files
                 whole = load_checked(type(self.model), str(folder), config, dtype="auto")
                 self.model.load_state_dict(whole.state_dict())
-            elif found.unexpected_keys:
-                logger.warning("%s has more: %s.", folder, ", ".join(found.unexpected_keys))
+            elif keys.unexpected_keys:
+                logger.warning("%s has more: %s.", folder, ", ".join(keys.unexpected_keys))
         if config.h_exp is not None and not self.run_config.learns_h_exp:
             self.model.h_exp = config.h_exp
 
     def _is_done(self, checkpoint: Path, state: TrainerState) -> bool:
-        """Whether a checkpoint is the last one of these arguments."""
-        # A run in another folder may have other epochs, and stopped early for reasons of its own.
+        """Whether training with these arguments ends at a checkpoint."""
+        # A run from another folder may have had other epochs or other reasons to stop early.
         is_own = checkpoint.resolve().parent == Path(str(self.args.output_dir)).resolve()
         counted = cast(dict, state.stateful_callbacks).get(EarlyStoppingCallback.__name__)
         for callback in self.callback_handler.callbacks:
@@ -426,13 +427,13 @@ class ResumableTrainer(Trainer):
         """Load a checkpoint after whose step nothing is left to train."""
         self._load_from_checkpoint(str(checkpoint))
         self.state = state
-        if isinstance(self.processing_class, PreTrainedTokenizerBase):  # as training begins
+        if isinstance(self.processing_class, PreTrainedTokenizerBase):  # as `train` would do
             align_special_tokens(self.model, self.processing_class)
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, whole; in a checkpoint only what trains, if `save` says so."""
+        """Save the whole model; in a checkpoint, with `save: trainable`, only what trains."""
         is_checkpoint = _internal_call and output_dir is not None
         if not is_checkpoint or self.args.save == "full":
             super().save_model(output_dir, _internal_call)
@@ -447,12 +448,12 @@ class ResumableTrainer(Trainer):
         if not self.args.should_save:
             return
         folder = str(output_dir or self.args.output_dir)
-        Path(folder, RESUME_FILE).unlink(missing_ok=True)  # saved otherwise before
+        Path(folder, RESUME_FILE).unlink(missing_ok=True)  # of an earlier save in another form
         if has_lora(self.model):
             save_adapter(self.model, Path(folder))
         self.model.save_pretrained(folder, state_dict=state_dict)
         tokenizer = self.processing_class
         if isinstance(tokenizer, PreTrainedTokenizerBase) and tokenizer._auto_class is None:
-            tokenizer.init_kwargs.pop("auto_map", None)  # names code of the base, which was not run
+            tokenizer.init_kwargs.pop("auto_map", None)  # the base's code, which was not run
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
