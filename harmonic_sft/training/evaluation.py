@@ -73,8 +73,8 @@ from harmonic_sft.training.output_folder import RUN_FILE, read_run
 from harmonic_sft.training.report import names_of, show_metrics, show_suite
 
 logger = logging.getLogger(__name__)
-READ = {f"training.{key}" for key in ("per_device_eval_batch_size", "seed", "use_cpu")}
-TEXT_BYTES = {"quick": 60_000, "full": 1_000_000}  # of every text of the sets, at most half of it
+TRAINING_KEYS = {f"training.{key}" for key in ("per_device_eval_batch_size", "seed", "use_cpu")}
+TEXT_BYTES = {"quick": 60_000, "full": 1_000_000}  # scored of each text, at most half of it
 NUM_ROWS = 400  # whose hidden states are compared with the prototypes of their labels
 CONTEXT_LENGTH = 512  # of data for a folder without a run.yaml, at most
 
@@ -97,26 +97,26 @@ def evaluate_folder(
     Raises:
         ValueError: No model in the folder, or bad data.
     """
-    found = _open(folder, overrides)
-    _check_output("--per-document", per_document, found.data_config)
-    scores, documents = found.score(found.data)
-    final = summarize(scores, found.model.dist_head, documents)
+    opened = _open(folder, overrides)
+    _check_output("--per-document", per_document, opened.data_config)
+    scores, documents = opened.score(opened.data)
+    final = summarize(scores, opened.model.dist_head, documents)
     losses, confidences = scores.at(1.0)
     results = {
         "folder": str(folder),
-        "head": found.model.config.head,
+        "head": opened.model.config.head,
         "final": {
             **final,
             **calibration_report(confidences, scores.ranks == 0),
             "loss_interval": document_interval(losses, documents[scores.rows]),
         },
         "documents": len(np.unique(documents)),
-        "data": found.data_results(),
+        "data": opened.data_results(),
         "environment": environment(),
     }
-    show_metrics(str(folder), results, task=found.task)  # also where the folder is read-only
+    show_metrics(str(folder), results, task=opened.task)  # first: the folder may be read-only
     if per_document is not None:
-        _write_documents(per_document, found, scores, documents)
+        _write_documents(per_document, opened, scores, documents)
     write_results(folder / "results", "eval", results)
     return results
 
@@ -155,7 +155,7 @@ def evaluate_suite(
         raise ValueError(f"--data: expected a folder with evaluation sets, got {str(sets)!r}")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError(f"--against: expected every folder once, got {[*map(str, folders)]}")
-    # Before the first one takes its minutes.
+    # Read before the first model is measured, which takes minutes.
     others = [_harmonic_config(folder, "--against")[0] for folder in folders[1:]]
     first = _open(folders[0], overrides)
     _check_output("--html", html, first.data_config)
@@ -163,12 +163,12 @@ def evaluate_suite(
     table, judged = None if ruler is None else _read_ruler(ruler, first, others), []
     problems, measured, losses, figures = {}, [], [], {}
     for name, folder in zip(names, folders, strict=True):
-        found = first if folder == folders[0] else _like(first, folder)
-        head, is_tied = found.model.dist_head, found.model.config.tie_word_embeddings
+        opened = first if folder == folders[0] else _open_other(first, folder)
+        head, is_tied = opened.model.dist_head, opened.model.config.tie_word_embeddings
         problems[name] = check_prototypes(head, is_tied=is_tied)
         for problem in problems[name]:
             logger.warning("%s: %s.", name, problem)
-        subject = found.subject(size)
+        subject = opened.subject(size)
         measured.append(measure(subject, sets, size=size))
         scores, rows = subject.held_out
         documents = rows[scores.rows]
@@ -211,12 +211,12 @@ def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
     for number, tokens in enumerate(explain(model, tokenizer, text, top=top), start=1):
         rows = [
             (
-                found["token"],
-                100 * found["probability"],
-                None if found["distance"] is None else f"{found['distance']:.3f}",
-                " ".join(found["neighbors"]),
+                token["token"],
+                100 * token["probability"],
+                None if token["distance"] is None else f"{token['distance']:.3f}",
+                " ".join(token["neighbors"]),
             )
-            for found in tokens
+            for token in tokens
         ]
         place = "After" if task == "causal_lm" else f"Mask {number} of"
         show_table(f"{place} {text!r}", columns, rows)
@@ -224,7 +224,7 @@ def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A model with its data."""
+    """A model with the data that it is evaluated on."""
 
     folder: Path
     task: str
@@ -236,7 +236,7 @@ class Opened:
     ancestors: list[Ancestor]  # whether it and its bases were trained on the data
 
     def data_results(self) -> dict[str, Any]:
-        """Return what results say of the data."""
+        """Return the section data of the results."""
         lineage = [ancestor._asdict() for ancestor in self.ancestors]
         return {
             **to_plain(self.data_config),
@@ -250,7 +250,7 @@ class Opened:
         Raises:
             ValueError: There is no row.
         """
-        # Collating without padding makes one row of a batch.
+        # Collating without padding would make one row of a whole batch.
         size = 1 if rows.collator is collate_padding_free else self.batch_size
         device = self.model.device
         batches = batches_on(device, rows.eval, rows.collator, size)
@@ -274,14 +274,14 @@ class Opened:
         return torch.cat(states), torch.cat(labels)
 
     def subject(self, size: str) -> Subject:
-        """Return what the suite measures, "quick" or "full"."""
+        """Return the model in the form that the suite of this size, "quick" or "full", measures."""
         return Subject(
             model=self.model,
             tokenizer=self.tokenizer,
             held_out=self.score(self.data),
             states=self.states(),
             base=self.base(),
-            init=(_saved(self.folder).get("head") or {}).get("init"),
+            init=(_run_settings(self.folder).get("head") or {}).get("init"),
             score_text=partial(self._score_text, size),
         )
 
@@ -302,7 +302,7 @@ class Opened:
 
     def base(self) -> Any:
         """Return the body of the base, where it is on this machine, else None."""
-        saved = _saved(self.folder)  # the other name is, of a folder, the last part of its path
+        saved = _run_settings(self.folder)  # config.base_model has only the last part of a path
         name = saved["model"]["base"] if saved else self.model.config.base_model
         if name is None:
             return None
@@ -335,7 +335,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     data = _load(task, config, tokenizer, data_config, seed=seed, eval_only=eval_only)
     ancestors = check_unseen(folder, data, data_config)
     model = load_checked(MODELS[task], str(folder), config)
-    if quantization_method(config) != "bitsandbytes":  # which loads to the GPU
+    if quantization_method(config) != "bitsandbytes":  # it has loaded the model to the GPU
         model.to(TrainingArguments(str(folder), use_cpu=training.get("use_cpu", False)).device)
     return Opened(
         folder=folder,
@@ -355,10 +355,10 @@ def _sources_of(config: DataConfig) -> list[Source]:
 
 
 def _check_output(option: str, path: Path | None, config: DataConfig) -> None:
-    """Refuse to write over what is read, or where no file can be, before that takes its minutes."""
+    """Refuse to write over data or where no file can be, before minutes of evaluation."""
     if path is None:
         return
-    if path.exists() and not path.is_file():  # a device would be replaced
+    if path.exists() and not path.is_file():  # such as /dev/null, which would be replaced
         raise ValueError(f"{option}: expected a file, got {str(path)!r}, which is none")
     for source in _sources_of(config):
         for name in glob(os.path.expanduser(source.path), recursive=True):
@@ -370,7 +370,7 @@ def _check_output(option: str, path: Path | None, config: DataConfig) -> None:
 
 
 def _read_ruler(name: str, opened: Opened, others: Sequence[PreTrainedConfig]) -> Ruler:
-    """Read the largest vocabulary of some language models with a sentence encoder."""
+    """Encode the largest vocabulary of the compared language models with a sentence encoder."""
     if opened.task not in LANGUAGE_MODELS:
         raise ValueError(f"--ruler: expected language models to judge, got {opened.task}")
     configs = [opened.model.config, *others]
@@ -419,7 +419,7 @@ def _load(
     )
 
 
-def _like(first: Opened, folder: Path) -> Opened:
+def _open_other(first: Opened, folder: Path) -> Opened:
     """Load another model, to be measured on the data of the first."""
     config, task = _harmonic_config(folder, "--against")
     tokenizer = _tokenizer(folder)
@@ -442,7 +442,7 @@ def _like(first: Opened, folder: Path) -> Opened:
 
 
 def scored_sha256(rows: MaskedRows) -> str:
-    """Return the sha256 of evaluation rows, tokens and labels, as they are scored."""
+    """Return the checksum of the tokens and labels of evaluation rows, masked as for scoring."""
     digest = sha256()
     for index in range(len(rows)):
         row = rows[index]
@@ -490,15 +490,15 @@ def _tokenizer(folder: Path) -> Any:
     with reading(folder):
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         ordinary = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
-    if not ordinary:  # transformers makes one up where its files are missing
+    if not ordinary:  # transformers makes an empty one up if its files are missing
         raise ValueError(
             f"{folder}: expected the files of a tokenizer, got special tokens alone. Put them there"
         )
     return tokenizer
 
 
-def _saved(folder: Path) -> dict[str, Any]:
-    """Return the settings of the folder's run; none without one."""
+def _run_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the run in a folder, empty if there is no run."""
     return read_run(folder) if (folder / RUN_FILE).is_file() else {}
 
 
@@ -507,14 +507,14 @@ def _settings(
 ) -> tuple[DataConfig, dict[str, Any]]:
     """Return the sections data and training of the folder's run with these overrides."""
     keys = {override.split("=")[0] for override in overrides}
-    unused = {key for key in keys if key.split(".")[0] != "data"} - READ
+    unused = {key for key in keys if key.split(".")[0] != "data"} - TRAINING_KEYS
     if unused:
         raise ValueError(
-            f"eval: expected overrides of data or {sorted(READ)}, got {sorted(unused)}"
+            f"eval: expected overrides of data or {sorted(TRAINING_KEYS)}, got {sorted(unused)}"
         )
-    saved = _saved(folder)
+    saved = _run_settings(folder)
     sources = saved["data"]["sources"] if saved else []
-    settings = apply_overrides(saved, [_sources(override, sources) for override in overrides])
+    settings = apply_overrides(saved, [_written_out(override, sources) for override in overrides])
     if "data" not in settings:
         raise ValueError(
             f"eval: expected data, got none, since {str(folder)!r} has no {RUN_FILE}. "
@@ -533,26 +533,26 @@ def _settings(
     return data, training
 
 
-def _sources(override: str, sources: Sequence[Mapping[str, Any]]) -> str:
-    """Write `data=PATH` out, with the column and the format that all sources of the run have."""
+def _written_out(override: str, sources: Sequence[Mapping[str, Any]]) -> str:
+    """Return an override, `data=PATH` with the column and format that all sources have."""
     key, _, value = override.partition("=")
     if key != "data" or value.lstrip().startswith("{"):
         return override
     source = {"path": value}
     for name in ("column", "format"):
         values = {source[name] for source in sources if name in source}
-        if len(values) == 1 and file_kind(value) != "text":  # which has one column and format
+        if len(values) == 1 and file_kind(value) != "text":  # which needs neither
             source[name] = values.pop()
     return f"data.sources={json.dumps([source])}"
 
 
-def _write_documents(path: Path, found: Opened, scores: TokenScores, documents: np.ndarray) -> None:
+def _write_documents(path: Path, model: Opened, scores: TokenScores, documents: np.ndarray) -> None:
     """Write source, number, scored tokens and mean loss in nats of every document."""
     first = np.unique(documents, return_index=True)[1]
-    names = document_names(found.data.eval.rows)  # [2, rows]
+    names = document_names(model.data.eval.rows)  # [2, rows]
     tokens = np.bincount(documents[scores.rows], minlength=len(first))
     losses = np.bincount(documents[scores.rows], scores.at(1.0)[0], minlength=len(first))
-    sources = _sources_of(found.data_config)
+    sources = _sources_of(model.data_config)
     lines = []
     for index, (source, number) in enumerate(names[:, first].T.tolist()):
         line = {

@@ -102,7 +102,7 @@ def train(run: RunConfig) -> dict[str, Any]:
     ready = prepare(run)
     checkpoint = last_checkpoint(run.output_dir) if run.resume else None
     if checkpoint is not None:
-        ready.trainer.check_continues(checkpoint)  # before anything of other data is written
+        ready.trainer.check_continues(checkpoint)  # now: nothing has been written yet
     _claim(ready.trainer)
     callbacks = ready.trainer.callback_handler.callbacks
     with ready.trainer.at_work():
@@ -168,7 +168,7 @@ def prepare(run: RunConfig) -> Ready:
         if "install" not in str(error):
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
-    trainer.run_config = run  # with the sources of the data and the section hub
+    trainer.run_config = run  # its own has other sources of data and section hub
     return Ready(trainer, data)
 
 
@@ -183,7 +183,7 @@ def _show_finished(run: RunConfig) -> dict[str, Any]:
 
 
 def _claim(trainer: HarmonicTrainer) -> None:
-    """Make the output folder this run's, and show what it trains."""
+    """Show what the run trains, and write its configuration into the output folder."""
     run = trainer.run_config
     if PartialState().is_main_process:
         if run.hub.push:
@@ -193,7 +193,7 @@ def _claim(trainer: HarmonicTrainer) -> None:
 
 
 def _measure_before(ready: Ready, checkpoint: Path | None) -> dict[str, Any]:
-    """Evaluate the model as loaded; a run that continues from a checkpoint remembers the values."""
+    """Evaluate the model as loaded; a run that continues from a checkpoint reads the old values."""
     run = ready.trainer.run_config
     path = run.output_dir / "results" / "before.json"
     before = read_whole(path, "before", "unigram_loss", "neighbors_before")
@@ -202,7 +202,7 @@ def _measure_before(ready: Ready, checkpoint: Path | None) -> dict[str, Any]:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before
-    before = _evaluated(ready)
+    before = _evaluate_before(ready)
     state = PartialState()
     state.wait_for_everyone()
     if state.is_main_process:
@@ -218,7 +218,7 @@ def _measure_before(ready: Ready, checkpoint: Path | None) -> dict[str, Any]:
     return before
 
 
-def _evaluated(ready: Ready) -> dict[str, Any]:
+def _evaluate_before(ready: Ready) -> dict[str, Any]:
     data = ready.data
     swap, fit = measure_swap(ready.trainer, data)
     counts = data.unigram_counts
@@ -248,7 +248,7 @@ def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, Any]:
         `final`, the metrics, with the seconds and the speed of this session. Speed counts tokens
         without padding, and the time of evaluations too.
     """
-    # Dropout starts alike, whether the evaluation before was made or remembered.
+    # So that dropout is the same whether the first evaluation was made now or read.
     set_seed(trainer.args.seed)
     try:
         if checkpoint is not None:
@@ -262,15 +262,15 @@ def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, Any]:
                 f"{trainer.state.global_step}: a signal or a callback ended it. The same command "
                 "with resume=true continues from the last checkpoint"
             )
-        trainer.save_model()  # first: whoever ends the evaluation has the model
+        trainer.save_model()  # before the evaluation, which may be interrupted
         final = _evaluation_of_last_step(trainer) or evaluate(trainer, "final")
     except BaseException:
         finish_pushes(trainer.callback_handler.callbacks)
         raise
     speed = None
     if seconds:
-        before = trainer._initial_num_input_tokens_seen  # of the checkpoint
-        speed = (trainer.state.num_input_tokens_seen - before) / seconds
+        resumed_at = trainer._initial_num_input_tokens_seen
+        speed = (trainer.state.num_input_tokens_seen - resumed_at) / seconds
     return {
         "final": final,
         "train_seconds": seconds,
@@ -280,7 +280,7 @@ def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def _evaluation_of_last_step(trainer: HarmonicTrainer) -> dict[str, float]:
-    """Return the metrics of the weights as they are now, if training measured these; else none."""
+    """Return the metrics of the final weights if training has evaluated them, else nothing."""
     if trainer.args.load_best_model_at_end:
         return {}
     state = trainer.state
@@ -289,7 +289,7 @@ def _evaluation_of_last_step(trainer: HarmonicTrainer) -> dict[str, float]:
 
 
 def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
-    """Gather what is written about a run, from all processes."""
+    """Return the results of a run, counted over all processes."""
     trainer, run = ready.trainer, ready.trainer.run_config
     left_out, duplicates = _left_out(ready)
     held_out = _held_out(ready, duplicates)
@@ -311,13 +311,13 @@ def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> d
 
 
 def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return what was logged, the evaluations before and after training being ordinary ones."""
+    """Return the log, with the evaluations before and after training named like those within."""
     start = {"step": 0, **{f"eval_{key}": value for key, value in before.items()}}
     return [start, *({k.replace("final_", "eval_"): v for k, v in row.items()} for row in log)]
 
 
 def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
-    """Return what was left out, by all processes, how full packed rows are, and the copies."""
+    """Return the results on rows left out, of all processes, and the copies of held-out ones."""
     place = ready.trainer.stream_place
     states = gather_object([] if place is None else [place.state])
     rows, reasons, duplicates = ready.data.left_out(merge(states)["streams"])
@@ -351,7 +351,7 @@ def _base(run: RunConfig) -> str | None:
 
 
 def _publish(trainer: HarmonicTrainer, results: dict[str, Any]) -> None:
-    """Write the results, which finish the run, show them and push the model."""
+    """Write the results, which marks the run as finished, show them and push the model."""
     run, state = trainer.run_config, PartialState()
     if state.is_main_process:
         trainer.state.save_to_json(str(run.output_dir / "trainer_state.json"))
@@ -359,6 +359,6 @@ def _publish(trainer: HarmonicTrainer, results: dict[str, Any]) -> None:
         show_closing_table(results)
         draw(plot_run, results, run.output_dir / "results" / "train.png")
         show_next_steps(run.output_dir, run.model.task)
-    state.wait_for_everyone()  # a push may take longer than the others would wait
+    state.wait_for_everyone()  # here: a push may take longer than processes wait for one another
     if state.is_main_process and run.hub.push:
         push_run(run, trainer.callback_handler.callbacks)

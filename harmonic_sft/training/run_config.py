@@ -41,7 +41,7 @@ TOKEN_INITS = ("input_embeddings", "output_embeddings", "base_head")
 CLASS_INITS = ("class_means", "random", "base_head")
 NOT_IN_HEAD = ("hidden_size", "vocab_size", "h_exp", "learn_h_exp")  # other sections decide
 WIDTH = 4 * math.lcm(*range(1, 17))  # a hidden size that most numbers divide
-METRICS = {  # of an evaluation, and whether more of it is better
+METRICS = {  # of an evaluation: whether more is better
     "loss": False,
     "accuracy": True,
     "top_5_accuracy": True,
@@ -80,7 +80,7 @@ POSITIVE = (
     "learning_rate",
     "num_train_epochs",
 )
-RANGES = {  # least, and what is too large
+RANGES = {  # the least value, and the first that is too large
     "adam_beta1": (0, 1),
     "adam_beta2": (0, 1),
     "adam_epsilon": (0, math.inf),
@@ -120,8 +120,8 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
 }
 
 
-def _named(section: Any) -> Any:
-    """Write out a head or a loss that is a name."""
+def _as_section(section: Any) -> Any:
+    """Return the section of a head or a loss, which may be given by its name alone."""
     return {"name": section} if isinstance(section, str) else section
 
 
@@ -250,7 +250,7 @@ class HExpConfig:
 
     @model_validator(mode="before")
     @classmethod
-    def _held(cls, section: Any) -> Any:
+    def _number_is_held(cls, section: Any) -> Any:
         if isinstance(section, str):
             raise ValueError(f"expected a number below 0 or a mapping, got {section!r}")
         is_number = isinstance(section, int | float) and not isinstance(section, bool)
@@ -325,8 +325,8 @@ class HubConfig:
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.repo_id or "", re.ASCII):
-            found = "nothing" if self.repo_id is None else repr(self.repo_id)
-            raise ValueError(f"repo_id: expected owner/name with push: true, got {found}")
+            got = "nothing" if self.repo_id is None else repr(self.repo_id)
+            raise ValueError(f"repo_id: expected owner/name with push: true, got {got}")
         if self.every_save and not self.push:
             raise ValueError("every_save: expected push: true beside it, got false")
         return self
@@ -371,7 +371,7 @@ class RunConfig:
     )
     resume: bool = Field(False, description="Continue the run in output_dir")
 
-    _written_out = field_validator("head", "loss", mode="before")(_named)
+    _as_sections = field_validator("head", "loss", mode="before")(_as_section)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -385,7 +385,7 @@ class RunConfig:
                 "hub.every_save: expected false with save: trainable, got true. What is pushed is "
                 "a whole model; set save: full"
             )
-        # Late, because it imports much: a mistyped key of another section is found without.
+        # Last, since this imports transformers: other sections' mistyped keys are reported sooner.
         object.__setattr__(self, "training", _checked_training(self))
         object.__setattr__(self, "schedule", _checked_schedule(self))
         return self
@@ -415,8 +415,8 @@ class RunConfig:
     def head_settings(self) -> dict[str, Any]:
         """Return what `build_head` takes, with the exponent in every dist head."""
         options = copy.deepcopy(self.head.model_extra or {})
-        given = {key: value for key, value in options.items() if value is not None}
-        settings = {"name": self.head.name, **given}
+        options = {key: value for key, value in options.items() if value is not None}
+        settings = {"name": self.head.name, **options}
         for head in heads_in(settings):
             if head["name"] == "dist" and self.h_exp is not None:
                 head["h_exp"] = self.h_exp.start
@@ -432,14 +432,14 @@ class RunConfig:
         from harmonic_sft.training.arguments import KEYS, HarmonicTrainingArguments
 
         plain: dict[str, Any] = to_plain(self)
-        given: dict[str, Any] = {
+        ours: dict[str, Any] = {
             name: functools.reduce(operator.getitem, key.split("."), plain)
             for name, key in KEYS.items()
         }
         if self.model.task != "masked_lm":
-            given["mask"] = None
+            ours["mask"] = None
         training = {key: value for key, value in self.training.items() if key not in FORCED}
-        return HarmonicTrainingArguments(**training, **given)
+        return HarmonicTrainingArguments(**training, **ours)
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -459,17 +459,17 @@ def load_run_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfi
 
 
 def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run, with those of the NeoBERT recipe where it was not asked.
+    """Return the settings of a run; the NeoBERT recipe's replace missing head, h_exp and loss.
 
     Args:
-        settings: What a YAML file would say. `head` and `loss` may be a name, or None as `h_exp`.
+        settings: The content of a YAML file. `head` and `loss` may be names; all three may be None.
     """
     head, h_exp = settings.get("head") or "dist", settings.get("h_exp")
-    names = [head, *(one.get("name") for one in heads_in(head))]
+    names = [head, *(section.get("name") for section in heads_in(head))]
     if h_exp is None and "dist" in names:
         h_exp = {"start": -12.0, "end": -4.0}
     loss = settings.get("loss") or ("cross_entropy" if h_exp is None else "harmonic")
-    return {**settings, "head": _named(head), "h_exp": h_exp, "loss": _named(loss)}
+    return {**settings, "head": _as_section(head), "h_exp": h_exp, "loss": _as_section(loss)}
 
 
 def heads_in(settings: Any) -> Iterator[dict[str, Any]]:
@@ -559,7 +559,7 @@ def _check_head(run: RunConfig) -> None:
 
 
 def _checked_schedule(run: RunConfig) -> ScheduleConfig | None:
-    """Return the phases of the learning rate; None where transformers' own schedule has none."""
+    """Return the phases of the learning rate; None if it follows a schedule of transformers."""
     name = str(run.training.get("lr_scheduler_type", "warmup_stable_decay"))
     options = run.training.get("lr_scheduler_kwargs") or {}
     is_stable = name == "warmup_stable_decay"
@@ -568,17 +568,17 @@ def _checked_schedule(run: RunConfig) -> ScheduleConfig | None:
             "training.lr_scheduler_kwargs: expected num_decay_steps for warmup_stable_decay, got "
             f"{list(options)}. For another schedule set training.lr_scheduler_type"
         )
-    foreign = not is_stable or bool(options)
-    if foreign and run.schedule is not None:
+    is_theirs = not is_stable or bool(options)
+    if is_theirs and run.schedule is not None:
         raise ValueError(
             "schedule: expected nothing beside training.lr_scheduler_type, which decides, got a "
             "section. Leave one of them out"
         )
-    return None if foreign else run.schedule or ScheduleConfig()
+    return None if is_theirs else run.schedule or ScheduleConfig()
 
 
 def _checked_training(run: RunConfig) -> dict[str, Any]:
-    """Return the arguments for transformers, each with the type it has there, with our defaults."""
+    """Return the arguments for transformers, converted to their types, over our defaults."""
     from transformers import TrainingArguments
 
     check_refused(run.training)
@@ -612,10 +612,10 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
 
 
 def check_refused(training: Mapping[str, Any]) -> None:
-    """Refuse arguments of transformers that no run can have, with the reason.
+    """Refuse the arguments of transformers that are listed in `REFUSED`.
 
     Raises:
-        ValueError: One of `REFUSED` is there and not empty.
+        ValueError: One of them is set.
     """
     for instead, keys in REFUSED.items():
         for key in keys:
@@ -660,6 +660,6 @@ def _check_best_model(training: Mapping[str, Any], *, annealed: bool) -> None:
             "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, "
             "got the raw loss, which rises by itself"
         )
-    if loads and save not in ("best", (found := training.get("eval_strategy", "no"))):
+    if loads and save not in ("best", (got := training.get("eval_strategy", "no"))):
         what = f"{save!r} as in save_strategy with load_best_model_at_end"
-        raise ValueError(f"training.eval_strategy: expected {what}, got {found!r}")
+        raise ValueError(f"training.eval_strategy: expected {what}, got {got!r}")
