@@ -93,17 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 return _main(arguments)
             finally:
-                sys.stdout.flush()  # Python would at its end, where nobody catches an error
+                sys.stdout.flush()  # nobody could catch an error of Python's own flush at its end
         except OSError as error:  # such as a full disk under a log
             sys.stderr.write(f"error: {error}\n")
             return 1
 
 
 class LastingStream:
-    """A stream that lasts when its reader is gone: the rest is dropped.
+    """A stream that drops text once its reader is gone, and escapes letters that it cannot encode.
 
-    A run is not lost with its terminal, `tee` or `head`, which a SIGTERM to a whole job ends too,
-    nor by letters that the terminal does not have.
+    So a run survives its terminal, `tee` or `head`, also where a SIGTERM to a whole job ends them.
 
     Args:
         stream: None if it was closed before the program began.
@@ -129,7 +128,7 @@ class LastingStream:
         try:
             return call(*arguments)
         except OSError as error:
-            # Python would try again at its end, and print what it ignores.
+            # Else Python would flush again at its end, and print the error that it ignores.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, of a terminal
                 raise
@@ -150,7 +149,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
-    os.environ.setdefault("TQDM_DELAY", "1")  # no bar of what takes less than a second
+    os.environ.setdefault("TQDM_DELAY", "1")  # no bar for the first second
     try:
         from harmonic_sft.cli import run_command
 
@@ -173,7 +172,7 @@ def _check_temporary_folder() -> None:
 
 
 def _saved(options: argparse.Namespace) -> str:
-    """Say what an interrupted training leaves."""
+    """Say whether an interrupted training can be resumed."""
     if options.command != "train":
         return ""
     is_saved = "folder" in options and any(options.folder.glob("checkpoint-*"))
@@ -198,7 +197,7 @@ def configurations() -> dict[str, Path]:
 
 
 def _check_flags(options: argparse.Namespace) -> None:
-    """Take either a file or a model with data; without a file its place holds an override."""
+    """Check that there is either a file or a model with data; in its place may be an override."""
     if options.model is None and options.dataset is None:
         if options.config is None:
             options.parser.error("expected a file, or --model and --dataset, got neither")
@@ -216,7 +215,7 @@ def _check_flags(options: argparse.Namespace) -> None:
 
 
 def _find_config(word: str) -> tuple[Path, dict[str, Path]]:
-    """Return the file that a word names, and where it is a shipped configuration all of these."""
+    """Return the file that a word names; for a shipped configuration also all shipped ones."""
     if os.path.isfile(word) or Path(word).suffix:  # the former takes names of any length
         return Path(word), {}
     shipped = configurations()
@@ -234,7 +233,7 @@ def _shipped(name: str, shipped: dict[str, Path]) -> Path:
 
 
 def _init(name: str | None) -> int:
-    """Print a shipped configuration, or what there is."""
+    """Print a shipped configuration, or a list of all."""
     shipped = configurations()
     if name is not None:
         sys.stdout.write(_shipped(name, shipped).read_text(encoding="utf-8"))
@@ -252,11 +251,11 @@ def _init(name: str | None) -> int:
 
 
 def _take_overrides(options: argparse.Namespace, rest: Sequence[str]) -> None:
-    """Take key=value pairs that stand after an option, where the command takes any.
+    """Add the key=value pairs that stand after an option to the overrides; refuse other words.
 
-    From Python 3.13 on argparse has taken them, and other words with them.
+    From Python 3.13 on argparse has put both into `overrides` already.
     """
-    if against := vars(options).get("against"):  # which takes all words that follow
+    if against := vars(options).get("against"):  # argparse gives it all words that follow
         rest = [*(word for word in against if "=" in word), *rest]
         options.against = [Path(word) for word in against if "=" not in word]
     words = [*vars(options).get("overrides", ()), *rest]
@@ -271,13 +270,13 @@ def _take_overrides(options: argparse.Namespace, rest: Sequence[str]) -> None:
 
 def _version() -> str:
     """Return what a bug report needs: this package, Python, PyTorch and transformers."""
-    found = []
+    versions = []
     for package in ("harmonic-sft", "torch", "transformers"):
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            versions.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            found.append(f"{package} (not installed)")
-    return f"{found[0]} ({', '.join(found[1:])}, Python {platform.python_version()})"
+            versions.append(f"{package} (not installed)")
+    return f"{versions[0]} ({', '.join(versions[1:])}, Python {platform.python_version()})"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -33,9 +33,9 @@ DISK_FULL = (
     "code: 122",
     "inline_container",
 )
-ALONE = ("eval", "verify", "explain", "push", "export")  # commands for one process
+ONE_PROCESS = ("eval", "verify", "explain", "push", "export")  # commands for one process
 PEER_ENDED = ("Connection closed by peer", "Connection reset by peer")  # gloo, of a process
-NUM_HELD_OUT = 64  # documents of a run without a file
+NUM_HELD_OUT = 64  # documents, for a run without a file
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -65,7 +65,7 @@ def run_command(options: argparse.Namespace) -> int:
         where = f" in process {rank}" if rank != "0" else ""
         try:
             message = _message(error, options, rank)
-        except Exception:  # torch says from a signal handler, anywhere, that a worker died
+        except Exception:  # torch's signal handler may report a dead worker at any line
             message = _message(error, options, rank)
         sys.stdout.flush()  # tables that were printed before stand before the error
         sys.stderr.write(f"error{where}: {without_secrets(message)}\n")
@@ -74,14 +74,14 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Run a command; whatever comes of it, no progress bar is drawn after the last line."""
+    """Run a command, and close progress bars, so that none is drawn after the last line."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1 and options.command in ALONE:
+    if processes > 1 and options.command in ONE_PROCESS:
         raise ValueError(
             f"{options.command}: expected one process, got {processes}. Start it without torchrun "
             "and accelerate launch"
         )
-    if processes == 1:  # temporary folders go as after Ctrl-C
+    if processes == 1:  # so that temporary folders are removed
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         COMMANDS[options.command](options)
@@ -93,11 +93,11 @@ def _run(options: argparse.Namespace) -> None:
 def _message(error: Exception, options: argparse.Namespace, rank: str) -> str:
     if not _is_ours(error):
         return _unforeseen(error, options, rank)
-    return f"{error}. HF_HOME chooses another cache" if _is_of_cache(error) else str(error)
+    return f"{error}. HF_HOME chooses another cache" if _is_cache_refused(error) else str(error)
 
 
-def _is_of_cache(error: Exception) -> bool:
-    """Whether the cache of Hugging Face may not be used, or a folder in which it would be."""
+def _is_cache_refused(error: Exception) -> bool:
+    """Whether Hugging Face's cache, or a folder above it, may not be written."""
     from huggingface_hub.constants import HF_HOME
 
     if not isinstance(error, OSError) or error.errno not in REFUSED or error.filename is None:
@@ -107,7 +107,7 @@ def _is_of_cache(error: Exception) -> bool:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether an error speaks to the user; others come from libraries, machines, or are bugs."""
+    """Whether an error is meant for the user; others come from libraries, machines or bugs."""
     if isinstance(error, ValueError):
         return True
     if isinstance(error, OSError):
@@ -159,7 +159,7 @@ def _train(options: argparse.Namespace) -> None:
         run = parse(RunConfig, apply_overrides(_run_of_flags(options), options.overrides))
     else:
         run = load_run_config(options.config, options.overrides)
-    # Only now what takes seconds to import: a mistyped key is reported before.
+    # Imported here because it takes seconds: a mistyped key has been reported by now.
     if options.dry_run:
         from harmonic_sft.training.preview import dry_run
 
@@ -190,7 +190,7 @@ def _make_base(run: "RunConfig", options: argparse.Namespace) -> None:
 
 
 def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the file of a run without one would hold: the NeoBERT recipe."""
+    """Return the configuration for --model and --dataset: the NeoBERT recipe."""
     from harmonic_sft.config import apply_overrides
     from harmonic_sft.models import max_positions
     from harmonic_sft.training.loading import MODELS, load_base_config
@@ -274,8 +274,8 @@ def _config(options: argparse.Namespace) -> None:
 def _eval(options: argparse.Namespace) -> None:
     from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite
 
-    of_suite = (options.suite, options.against, options.data, options.ruler, options.html)
-    if not any(of_suite):
+    suite_options = (options.suite, options.against, options.data, options.ruler, options.html)
+    if not any(suite_options):
         evaluate_folder(options.folder, options.overrides, options.per_document)
         return
     if options.per_document is not None:

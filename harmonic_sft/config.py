@@ -25,7 +25,7 @@ NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\
 MAX_VALUES = 100_000
 FEW_KEYS = 12  # which a message lists
 PLAIN = "!plain"  # the YAML tag of a scalar that is neither quoted nor tagged
-WORDS = {  # pydantic's, and those of a person who writes YAML
+WORDS = {  # pydantic's words, and those that a writer of YAML knows
     "less than or equal to": "a number of at most",
     "greater than or equal to": "a number of at least",
     "less than": "a number below",
@@ -85,7 +85,7 @@ def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-# Values that JSON has; what others would read, such as !!binary and !!set, has no place in a run.
+# The types of JSON; a run has no use for the others of YAML, such as !!binary and !!set.
 TAGS = tuple(f"tag:yaml.org,2002:{name}" for name in ("null", "int", "float", "str", "seq", "map"))
 _Loader.yaml_constructors = {tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (None, *TAGS)}
 _Loader.add_constructor(PLAIN, lambda _, node: _scalar(node.value))
@@ -102,8 +102,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"config file: expected an existing file, got {str(path)!r}")
     data = load_text(Path(path).read_bytes(), str(path))
     if not isinstance(data, dict):
-        found = "an empty file" if data is None else _show(data)
-        raise ValueError(f"{path}: expected a mapping of keys to values, got {found}")
+        got = "an empty file" if data is None else _show(data)
+        raise ValueError(f"{path}: expected a mapping of keys to values, got {got}")
     return data
 
 
@@ -118,7 +118,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
     Raises:
         ValueError: An override that has no key or no `=`, or that leads through a plain value.
     """
-    result = json.loads(json.dumps(data))  # a copy in which the uses of a YAML alias are apart
+    result = json.loads(json.dumps(data))  # a deep copy; YAML aliases share values
     for override in overrides:
         key, equals, text = override.partition("=")
         *steps, last = key.split(".")
@@ -183,8 +183,8 @@ def check_fields(
         if key not in known:
             problems.append(unknown_key(name, key, known, elsewhere))
             continue
-        result, found = _validated(_type_of(hints.get(key, Any)), value, name)
-        problems += found
+        result, new_problems = _validated(_type_of(hints.get(key, Any)), value, name)
+        problems += new_problems
         checked[key] = result.value if isinstance(result, Enum) else result
     if problems:
         raise ValueError("\n".join(problems))
@@ -274,11 +274,11 @@ def _explain(errors: Sequence[ErrorDetails], hint: Any, data: Any, prefix: str) 
     places: dict[Place, list[ErrorDetails]] = {}
     for error in errors:
         places.setdefault(_place(error, data), []).append(error)
-    # What a union refuses as a whole and another member of it only inside, is wrong only there.
+    # A union reports a value that one member refuses as a whole, another at a key: show the key.
     around = {place[:depth] for place in places for depth in range(len(place))}
     return [
-        _line(found, place, hint, data, prefix)
-        for place, found in places.items()
+        _line(problems, place, hint, data, prefix)
+        for place, problems in places.items()
         if place not in around
     ]
 
@@ -306,7 +306,7 @@ def _line(errors: Sequence[ErrorDetails], place: Place, hint: Any, data: Any, pr
     if kind == "unexpected_keyword_argument":
         known = _known_keys(hint, place[:-1], data)
         return unknown_key(name, str(place[-1]), known, getattr(hint, "key_names", tuple))
-    if kind == "value_error":  # of a check of ours; `start: expected ...` names a field in there
+    if kind == "value_error":  # raised by our own check; it may start with the name of a field
         lines = str(errors[0]["ctx"]["error"]).splitlines()
         start = f"{name}." if re.match(r"[\w.]+: ", lines[0]) else f"{name}: "
         return "\n".join(f"{start if name else ''}{line}" for line in lines)
@@ -373,7 +373,7 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 
 def _known_keys(hint: Any, place: Place, data: Any) -> list[str]:
-    """Return the fields of the dataclass at a place; of a union, those whose name is given."""
+    """Return the fields of the dataclass at a place; in a union, of the member that is named."""
     if get_origin(hint) in (Union, UnionType):
         return [key for member in get_args(hint) for key in _known_keys(member, place, data)]
     if not dataclasses.is_dataclass(hint):
@@ -389,7 +389,7 @@ def _known_keys(hint: Any, place: Place, data: Any) -> list[str]:
 def _type_of(hint: Any) -> Any:
     """Return the type that `check_fields` asks for, simpler than the hint in two cases."""
     if get_origin(hint) is Literal:
-        return str  # the constructor knows its choices, and the names of those that are gone
+        return str  # the constructor checks the choices, and knows renamed ones
     members = [member for member in get_args(hint) if member is not str]
     has_enum = any(isinstance(member, type) and issubclass(member, Enum) for member in members)
     # In `SomeEnum | str` the string only spells a member of the enum.

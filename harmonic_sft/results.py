@@ -30,9 +30,10 @@ BORDER, GAP = 1, 3  # of a table, and of every column, in characters
 LEAST_WIDTH = 16  # of a column whose words are folded; no number is longer
 ADDRESS = re.compile(r"\b(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
-LEAST_TOKEN = 16  # characters; what is shorter is none, and may be a word of any text
-ONE = r"[-+]?\d[\d.,]*(e[-+]?\d+)?"
-NUMBER = re.compile(rf"([<>]= )?{ONE}( (to|±) {ONE}| ?[^\W\d_]\S*| ?%)?")  # bounds, units
+MIN_TOKEN_LENGTH = 16  # shorter ones are no tokens, and may occur as words in any text
+ONE_NUMBER = r"[-+]?\d[\d.,]*(e[-+]?\d+)?"
+# Also a bound, an interval, or a number with its unit.
+NUMBER = re.compile(rf"([<>]= )?{ONE_NUMBER}( (to|±) {ONE_NUMBER}| ?[^\W\d_]\S*| ?%)?")
 
 
 def environment() -> dict[str, Any]:
@@ -66,19 +67,19 @@ def _token() -> str:
     """Return the Hub's token, empty if none can be read: another user's file, a service's error."""
     try:
         return get_token() or ""
-    except Exception:  # it is the business of whoever needs it
+    except Exception:  # whoever needs the token will report it
         return ""
 
 
 def without_secrets(value: Any) -> Any:
     """Return a JSON value whose web addresses have lost user, password, query and fragment.
 
-    An address that is signed opens its file to everybody who reads it. Tokens of the Hub, which it
-    may repeat where it refuses one, are lost too.
+    Whoever reads a signed address can open its file. Tokens of the Hub are removed too, since the
+    Hub may repeat one that it refuses.
     """
     if isinstance(value, str):
         words, token = TOKEN.sub("hf_...", ADDRESS.sub(r"\1\2", value)), _token()
-        return words.replace(token, "hf_...") if len(token) >= LEAST_TOKEN else words
+        return words.replace(token, "hf_...") if len(token) >= MIN_TOKEN_LENGTH else words
     if isinstance(value, dict):
         return {key: without_secrets(entry) for key, entry in value.items()}
     return [without_secrets(entry) for entry in value] if isinstance(value, list) else value
@@ -120,7 +121,7 @@ def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Pat
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all, also where the machine loses its power."""
+    """Write a text file, whole or not at all, even if the machine loses power."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("w", encoding="utf-8") as file:
@@ -132,17 +133,17 @@ def write_whole(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
-def make_folder(folder: Path, refused: str) -> None:
+def make_folder(folder: Path, message: str) -> None:
     """Make a folder and try a file in it, before the work whose results it takes.
 
     Raises:
-        ValueError: It cannot be made or written: `refused`, and what the system says.
+        ValueError: It cannot be made or written: `message`, followed by the system's reason.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"{refused}: {error.strerror}") from error
+        raise ValueError(f"{message}: {error.strerror}") from error
 
 
 def file_sha256(path: Path) -> str:
@@ -152,9 +153,9 @@ def file_sha256(path: Path) -> str:
 
 
 def read_whole(path: Path, *keys: str) -> dict[str, Any] | None:
-    """Read a file that `write_results` wrote; None if there is none or, as the log says, damage.
+    """Read a file that `write_results` wrote; None if it does not exist or is damaged.
 
-    A file without one of the keys is damaged.
+    Damage, such as a missing key, is logged.
     """
     if not path.is_file():
         return None
@@ -186,14 +187,14 @@ def read_results(path: str | Path, *keys: str) -> dict[str, Any]:
 
 @contextmanager
 def reading(path: Path) -> Generator[None]:
-    """Name the file or folder in whatever error ends its reading.
+    """Turn any error inside the `with` block into one that names the file or folder.
 
     Raises:
-        ValueError: There was one.
+        ValueError: An error occurred.
     """
     try:
         yield
-    except Exception as error:  # tokenizers has no other class
+    except Exception as error:  # tokenizers raises no subclass of it
         if isinstance(error, ValueError) and ": expected " in str(error):
             raise  # one of ours
         reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -263,7 +264,7 @@ def peak_memory_bytes() -> int:
         return peak
     status = Path("/proc/self/status")
     found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.is_file() else None
-    if found:  # the other number, on Linux, is at least that of whoever started this process
+    if found:  # on Linux ru_maxrss is at least that of the parent process
         return int(found[1]) * 1024
     import resource  # Unix only, like the number itself
 
@@ -280,15 +281,15 @@ def package_version(package: str) -> str | None:
 
 
 def _git_state(file: Path) -> dict[str, Any]:
-    """Return the commit only if the file is tracked: a `.venv` may lie in a foreign checkout."""
+    """Return the commit if the file is tracked; a `.venv` may lie in some other repository."""
     unknown = {"git_commit": None, "dirty": None}
     if _output("git", "-C", str(file.parent), "ls-files", "--error-unmatch", file.name) is None:
         return unknown
     words = ("describe", "--always", "--exclude=*", "--abbrev=40", "--dirty")
-    found = _output("git", "-C", str(file.parent), *words)
-    if found is None:
+    commit = _output("git", "-C", str(file.parent), *words)
+    if commit is None:
         return unknown
-    return {"git_commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")}
+    return {"git_commit": commit.removesuffix("-dirty"), "dirty": commit.endswith("-dirty")}
 
 
 def _cpu_model() -> str:

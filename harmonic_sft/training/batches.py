@@ -29,7 +29,7 @@ OF_LABELS = ("labels", "label_weights", *COUNTS)  # what a backbone does not tak
 
 @dataclass(frozen=True, kw_only=True)
 class CountingCollator:
-    """Collates, and counts what a device would have to be waited for.
+    """Collates, and counts on the CPU what the trainer would have to wait for a device to count.
 
     Attributes:
         collator: Makes a batch of rows.
@@ -161,18 +161,17 @@ def save_bad_step(
     elif place is not None:
         examples = place.examples
     else:
-        given = [batch["input_ids"] for batch in batches if "input_ids" in batch]
-        tokens = [ids for rows in given for ids in rows.tolist()]
-        examples = [{"input_ids": ids} for ids in tokens]
+        tokens = [batch["input_ids"].tolist() for batch in batches if "input_ids" in batch]
+        examples = [{"input_ids": ids} for rows in tokens for ids in rows]
     values = {"step": step + 1, "loss": str(loss), "gradient_norm": str(gradient_norm)}
     path = Path(str(args.output_dir), BAD_STEP.format(step + 1, args.process_index))
     path.write_text(json.dumps({**values, "examples": examples}, indent=1))
 
 
 def last_batch_rows(loader: Any, args: TrainingArguments) -> int:
-    """Return how many rows of all processes the last batch has before accelerate repeats some.
+    """Return how many rows the last batch of all processes has before accelerate fills it up.
 
-    0 where it repeats none. It does so that all processes have as many.
+    It repeats rows so that all processes have as many. 0 if it does not have to.
     """
     sampler = loader.batch_sampler
     if args.dataloader_drop_last or not isinstance(sampler, BatchSamplerShard):
@@ -183,10 +182,10 @@ def last_batch_rows(loader: Any, args: TrainingArguments) -> int:
 def take_out_repeated_(
     batch: dict[str, Any], count: CountingCollator, *, num_rows: int, size: int, process: int
 ) -> None:
-    """Leave out of the loss what accelerate has added to the `num_rows` of the last batch.
+    """Leave out of the loss the rows that accelerate has added to the `num_rows` of the last batch.
 
-    `size` is how many each process has. A batch that is laid out as one row keeps it, and so does
-    one without labels, or whose labels are shifted already.
+    `size` is the number of rows of each process. A batch that is laid out as one row, has no labels
+    or has shifted ones is left as it is.
     """
     num_left = max(0, num_rows - process * size)
     is_known = "labels" in batch and "shift_labels" not in batch
@@ -198,6 +197,6 @@ def take_out_repeated_(
     batch["num_tokens"] = counted["num_tokens"]
     if "label_positions" in counted:
         batch["label_positions"] = counted["label_positions"].to(batch["labels"].device)
-    else:  # numbers, which are all in the loss
+    else:  # regression targets, which have no value that is ignored
         ones = torch.ones_like(batch["labels"], dtype=torch.float32)
         batch.setdefault("label_weights", ones)[num_left:] = 0

@@ -67,8 +67,8 @@ def measure_swap(
     """Evaluate the base with its own head and with the new one; then fit its h_exp, if asked to.
 
     Returns:
-        Metrics of the evaluation split: `old_head`, where there is one, and `swapped`, the new head
-        as it was put there, where it is then fitted; and the fit.
+        Metrics of the evaluation split, and the fit. `old_head` is there if the base has one,
+        `swapped`, the new head before its fit, if one is made.
     """
     model, old_head, swap, h_exp = trainer.model, trainer.old_head, {}, trainer.run_config.h_exp
     if old_head is not None:
@@ -112,7 +112,7 @@ def check_base(
             of the held-out text itself stand in, which predict it a little better.
 
     Raises:
-        ValueError: It does not; the weights of its body are probably not those it was trained with.
+        ValueError: It does no better; its body has probably not the weights it was trained with.
     """
     if not run.check_base or run.model.from_scratch or "old_head" not in swap:
         return
@@ -139,9 +139,9 @@ def eval_labels(data: LoadedData) -> np.ndarray:
 
 @torch.no_grad()
 def apply_fit_(trainer: HarmonicTrainer, fit: HExpFit) -> None:
-    """Give a head as it was loaded the exponent that was found, and anneal from there.
+    """Give a newly loaded head the fitted exponent and scale, and anneal from there.
 
-    The end is as many times the start as the run says.
+    The ratio of end to start stays that of the run.
     """
     h_exp, loss = trainer.run_config.h_exp, trainer.run_config.loss
     assert h_exp is not None, "only a distance head is fitted"
@@ -183,7 +183,7 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
         return _fit_at(head, math.exp(log_scale), hidden_states, labels).loss
 
     scale = 1.0
-    is_free = any(isinstance(one, SphereHead) and not one.unit_sphere for one in head.modules())
+    is_free = any(isinstance(part, SphereHead) and not part.unit_sphere for part in head.modules())
     if is_free and not is_tied:
         scale = math.exp(_minimize(loss_at, SCALES, tolerance=0.02))
     fit = _fit_at(head, scale, hidden_states, labels)
@@ -199,7 +199,7 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
 def first_batches(
     data: Any, collator: Any, batch_size: int, device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """Return batches of training data without moving a stream on, spread evenly over a table."""
+    """Return first batches of a stream, which keeps its place, or batches spread over a table."""
     if isinstance(data, StreamedRows):
         data = copy.deepcopy(data)  # the library's streams remember how far they were read
         data.share(process_index=0, num_processes=1, batch_size=batch_size)

@@ -27,7 +27,7 @@ PREDICTED = {
     "sequence_classification": "texts",
     "token_classification": "labeled tokens",
 }
-SWAPPED = {"old_head": "the base's own head", "swapped": "new head"}
+ROW_NAMES = {"old_head": "the base's own head", "swapped": "new head"}
 MIB = 2**20
 DEVICE_GIB = 24  # of the GPU that an estimate is compared with
 METRIC_NOTE = (
@@ -41,7 +41,7 @@ ANNEALED = (
     "%s: h_exp went from %g to %g. Losses at different exponents cannot be compared; compare the "
     "best losses, of which each is at the exponent beside it."
 )
-COMPARED = {  # title, factor and digits
+COMPARED = {  # metrics whose differences are shown: title, factor and digits
     "loss": ("loss, nats", 1, 3),
     "post_hoc_loss": ("best loss, nats", 1, 3),
     "accuracy": ("accuracy, %", 100, 2),
@@ -49,7 +49,7 @@ COMPARED = {  # title, factor and digits
     "post_hoc_brier": ("best Brier score", 1, 3),
 }
 DIFFERENCE_COLUMNS = ["run", "metric", "difference", "seeds", "p (Holm)", "verdict"]
-MIN_SEEDS = 5  # of a difference that is more than undecided
+MIN_SEEDS = 5  # with fewer a difference is undecided
 DIFFERENCE_NOTE = (
     "Mean ± half of the 95 % t interval over paired seeds; p is corrected over the table by Holm; "
     f"with fewer than {MIN_SEEDS} seeds a difference is undecided. "
@@ -62,7 +62,7 @@ UNPAIRED = (
     "Undecided, since they share no two seeds with %s: %s. Give runs that differ only in "
     f"training.seed, each with the same {MIN_SEEDS} seeds or more."
 )
-SHOWN = {  # of a table: heading, factor and format
+COLUMNS = {  # of a table of metrics: heading, factor and format
     "loss": ("loss, nats", 1, ".2f"),
     "accuracy": ("accuracy, %", 100, ".1f"),
     "error_cosine": ("error cosine (**)", 1, ".3f"),
@@ -131,9 +131,9 @@ def show_classes(data: LoadedData) -> None:
 def show_closing_table(results: dict[str, Any]) -> None:
     """Print loss and accuracy before and after, at the current and the best exponent."""
     task = results["config"]["model"].get("task", "masked_lm")  # earlier versions knew only one
-    swap = results.get("swap", {})  # nor this
+    swap = results.get("swap", {})  # which earlier versions did not write
     rows = [
-        *(_metrics_row(SWAPPED[name], metrics) for name, metrics in swap.items()),
+        *(_metrics_row(ROW_NAMES[name], metrics) for name, metrics in swap.items()),
         _metrics_row("calibrated" if "swapped" in swap else "before training", results["before"]),
         _metrics_row("after training", results["final"]),
     ]
@@ -171,7 +171,7 @@ def show_next_steps(folder: Path, task: str) -> None:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the names of folders, their paths where two have one name."""
+    """Return the names of folders, or their paths if two have the same name."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
@@ -204,9 +204,9 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
 
 
 def _check_same_data(runs: Sequence[dict[str, Any]]) -> None:
-    found = [(run["run"], run.get("data", {}).get("eval_sha256")) for run in runs]
-    first, expected = found[0]
-    others = [name for name, value in found[1:] if value is None or value != expected]
+    digests = [(run["run"], run.get("data", {}).get("eval_sha256")) for run in runs]
+    first, expected = digests[0]
+    others = [name for name, digest in digests[1:] if digest is None or digest != expected]
     if others:
         raise ValueError(
             f"compare: expected runs with the held-out data of {first}, got others in "
@@ -216,7 +216,7 @@ def _check_same_data(runs: Sequence[dict[str, Any]]) -> None:
 
 
 def _arms(runs: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Return the runs by what they have in common, and by seed: the first arm is the reference."""
+    """Group runs that differ only in their seed into arms, by seed; the first is the reference."""
     arms: dict[str, dict[int, dict[str, Any]]] = {}
     for run in runs:
         config = {
@@ -239,7 +239,7 @@ def _arms(runs: Sequence[dict[str, Any]]) -> dict[str, dict[int, dict[str, Any]]
 def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
     """Print how every arm differs from the first, over the seeds that both have."""
     reference, *others = arms
-    found, unpaired = [], []
+    differences, unpaired = [], []
     for name in others:
         seeds = [seed for seed in arms[name] if seed in arms[reference]]
         pairs = [(arms[name][seed]["final"], arms[reference][seed]["final"]) for seed in seeds]
@@ -248,9 +248,9 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
             continue
         for key, (title, scale, digits) in COMPARED.items():
             if all(key in metrics for pair in pairs for metrics in pair):
-                values = [one[key] - other[key] for one, other in pairs]
-                found.append((name, title, t_interval(values), scale, digits))
-    corrected = holm([difference["p"] for _, _, difference, _, _ in found])
+                values = [metrics[key] - other[key] for metrics, other in pairs]
+                differences.append((name, title, t_interval(values), scale, digits))
+    corrected = holm([difference["p"] for _, _, difference, _, _ in differences])
     rows = [
         (
             name,
@@ -260,7 +260,7 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
             None if p is None else f"{p:.3f}",
             verdict(difference, p) if difference["seeds"] >= MIN_SEEDS else UNDECIDED,
         )
-        for (name, title, difference, scale, digits), p in zip(found, corrected, strict=True)
+        for (name, title, difference, scale, digits), p in zip(differences, corrected, strict=True)
     ]
     if rows:
         show_table(f"Difference from {reference}", DIFFERENCE_COLUMNS, rows)
@@ -279,7 +279,7 @@ def _show_differences(arms: dict[str, dict[int, dict[str, Any]]]) -> None:
 
 
 def show_metrics(title: str, results: dict[str, Any], *, task: str = "masked_lm") -> None:
-    """Print the metrics of one evaluation, and of how much they are."""
+    """Print the metrics of one evaluation, and on how many documents they were measured."""
     final = results["final"]
     _show_metrics(title, [_metrics_row("now", final)])
     logger.info(
@@ -314,16 +314,16 @@ def show_suite(payload: dict[str, Any]) -> None:
         for note in dict.fromkeys(row["note"] for row in rows if row.get("note")):
             logger.info("%s", note)
     level = "jointly 95 %" if len(payload["differences"]) > 1 else "95 %"
-    for found in payload["differences"]:
-        low, high = found["interval"] or (None, None)
+    for difference in payload["differences"]:
+        low, high = difference["interval"] or (None, None)
         logger.info(
             "Loss of %s - %s: %+.3f nats%s over %d documents: %s.",
-            found["model"],
-            found["against"],
-            found["mean"],
+            difference["model"],
+            difference["against"],
+            difference["mean"],
             "" if low is None else f" ({level} interval {low:+.3f} to {high:+.3f})",
-            found["documents"],
-            found["verdict"],
+            difference["documents"],
+            difference["verdict"],
         )
 
 
@@ -340,7 +340,7 @@ def draw(plot_fn: Callable[[Any, Path], Path], results: Any, path: Path) -> None
 
 
 def _show_metrics(title: str, rows: Sequence[tuple[str | None, ...]]) -> None:
-    columns = ["", *(heading for heading, _, _ in SHOWN.values()), "at h_exp (*)"]
+    columns = ["", *(heading for heading, _, _ in COLUMNS.values()), "at h_exp (*)"]
     show_table(title, columns, rows)
     logger.info(textwrap.fill(METRIC_NOTE, 80))
 
@@ -348,6 +348,6 @@ def _show_metrics(title: str, rows: Sequence[tuple[str | None, ...]]) -> None:
 def _metrics_row(name: str, metrics: dict[str, float]) -> tuple[str | None, ...]:
     cells = [
         f"{factor * metrics[key]:{spec}}" if key in metrics else None
-        for key, (_, factor, spec) in SHOWN.items()
+        for key, (_, factor, spec) in COLUMNS.items()
     ]
     return name, *cells, show_best(metrics)
