@@ -90,8 +90,8 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
             target_modules=targets,
             fan_in_fan_out=isinstance(backbone.get_submodule(targets[0]), Conv1D),
         )
-        # In a backbone that it knows PEFT would take layers that are called as those of experts
-        # once were, `up_proj` for one, for the experts: it is given the model around it.
+        # PEFT gets the whole model: in a bare backbone that it knows it takes layers with the old
+        # names of experts, such as `up_proj`, for experts.
         inject_adapter_in_model(config, model.model, low_cpu_mem_usage=True)
     for parameter in trained:  # PEFT froze everything but its own
         parameter.requires_grad_(True)
@@ -108,7 +108,7 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     if low_precision:
         config.float32_modules = sorted([*(config.float32_modules or []), *weights])
     settle_quantized_(model, merged=targets)
-    # Of the instance, so that its class stays; deepcopy and pickle bind it to the copy.
+    # Set on the instance, so that its class stays; deepcopy and pickle bind it to the copy.
     vars(model)["save_pretrained"] = partial(_save_merged, model)
 
 
@@ -150,7 +150,7 @@ def _save_merged(
     """Save a model with LoRA as `save_pretrained` of its class does, but merged."""
     if state_dict is None or any(".lora_" in name for name in state_dict):
         state_dict = merged_state(model)
-    # Of a quantized model transformers would save the weights as they are, whatever it is given.
+    # transformers saves a quantized model's own weights, whatever state it is given.
     quantizer, vars(model)["hf_quantizer"] = vars(model).get("hf_quantizer"), None
     try:
         type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **kwargs)
@@ -186,7 +186,7 @@ def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
     """Load what trains, exactly, from a checkpoint whose body is merged, packed or left out.
 
     Returns:
-        Whether it is one; else nothing was loaded.
+        Whether it is such a checkpoint; otherwise nothing was loaded.
 
     Raises:
         ValueError: The model trains other tensors, or has other frozen weights.
@@ -195,10 +195,10 @@ def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
     if (folder / RESUME_FILE).is_file():
         names, saved = trained_state(model), load_file(folder / RESUME_FILE)
     elif has_lora(model):
-        found = load_file(folder / ADAPTER_FOLDER / ADAPTER_SAFE_WEIGHTS_NAME)
+        adapter = load_file(folder / ADAPTER_FOLDER / ADAPTER_SAFE_WEIGHTS_NAME)
         names_in_file = _saved_names(model, _saved_modules(model))
         live = {in_file: name for name, in_file in names_in_file.items()}
-        names, saved = live.values(), {live.get(name, name): found[name] for name in found}
+        names, saved = live.values(), {live.get(name, name): adapter[name] for name in adapter}
     elif quantization_method(model.config) is not None:
         saved = dict(read_tensors(folder, ("dist_head.",)))
         names = [name for name in model.state_dict() if name.startswith("dist_head.")]
@@ -240,13 +240,13 @@ def _target_layers(backbone: PreTrainedModel, peft: PeftConfig) -> list[str]:
 
 def _matches(target: str, names: list[str]) -> list[str]:
     """Return the names that are `target` or end with it, as PEFT matches."""
-    found = [name for name in names if f".{name}".endswith(f".{target}")]
-    if not found:
+    matching = [name for name in names if f".{name}".endswith(f".{target}")]
+    if not matching:
         raise ValueError(
             f"peft.target_modules: expected names of linear layers such as {names[-1:]}, or their "
             f"ends, got {target!r}, which matches none in these blocks"
         )
-    return found
+    return matching
 
 
 def _saved_modules(model: HarmonicHeadModel) -> list[str]:
@@ -258,10 +258,10 @@ def _saved_modules(model: HarmonicHeadModel) -> list[str]:
 
 def covering_modules(trained: Iterable[str]) -> list[str]:
     """Return the modules PEFT saves whole: the head, and every layer with a trained parameter."""
-    found = {n.rpartition(".")[0] for n in trained if not n.startswith("dist_head.")}
-    found.add("dist_head")
+    layers = {n.rpartition(".")[0] for n in trained if not n.startswith("dist_head.")}
+    layers.add("dist_head")
     return sorted(
-        name for name in found if not any(name.startswith(f"{other}.") for other in found)
+        name for name in layers if not any(name.startswith(f"{other}.") for other in layers)
     )
 
 

@@ -19,11 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryFallback:
-    """Runs micro-batches; out of memory, with gradient checkpointing, then fewer rows at a time.
+    """Runs micro-batches; out of memory it turns to gradient checkpointing, then to fewer rows.
 
-    The micro-batches of the step are then run again from its start, with the random numbers that
-    they had. Checkpointing changes nothing else; fewer rows at a time sum in another order and draw
-    other dropout masks.
+    It then repeats the step from its first micro-batch with the same random numbers. Checkpointing
+    changes nothing else; fewer rows at a time sum in another order and draw other dropout masks.
 
     Args:
         args: Of the trainer.
@@ -60,18 +59,19 @@ class MemoryFallback:
             StoppedError: One row does not fit into memory, or a micro-batch that stays whole.
         """
         if not self.batches:
-            # What dropout draws from, on the CPU and on every GPU.
+            # For dropout in a repeated step, on the CPU and on every GPU.
             self._random_state = torch.get_rng_state(), torch.cuda.get_rng_state_all()
         self.batches.append(dict(batch))
         batches = [batch]
         while True:
             try:
-                for one in batches:
-                    losses = [backward(chunk) for chunk in split_batch(one, self._num_chunks)]
+                for micro_batch in batches:
+                    chunks = split_batch(micro_batch, self._num_chunks)
+                    losses = [backward(chunk) for chunk in chunks]
                 return torch.stack(losses).sum()
             except RuntimeError as error:
                 self._check_memory(error)
-            # Out here the error does not hold the tensors of its frames any more.
+            # Outside of `except`, where the error does not keep the tensors of its frames alive.
             change = self._fall_back(is_sum=is_sum)
             logger.warning("Out of memory at step %d: %s.", step, change)
             # The failed backward pass may have left some of its gradients: redo the whole step.
@@ -81,10 +81,10 @@ class MemoryFallback:
             batches = self.batches
 
     def _check_memory(self, error: RuntimeError) -> None:
-        """Raise what is no lack of memory, or one that cannot be made up for."""
-        # Of the driver, cuBLAS, cuDNN and Triton, which accelerate does not know.
-        is_told = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
-        is_memory = is_told or should_reduce_batch_size(error)
+        """Raise errors other than a lack of memory, and this one too if no step can be repeated."""
+        # Messages of the driver, cuBLAS, cuDNN and Triton, which accelerate does not know.
+        is_known = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+        is_memory = is_known or should_reduce_batch_size(error)
         if not is_memory or not self._args.oom_fallback:
             raise error
         if self._args.world_size > 1:
@@ -95,7 +95,7 @@ class MemoryFallback:
             ) from error
 
     def _fall_back(self, *, is_sum: bool) -> str:
-        """Turn gradient checkpointing on; if it is on, halve the micro-batch; return which."""
+        """Turn gradient checkpointing on, or halve the chunks if it is on; return what was done."""
         release_memory()
         rows = num_rows(self.batches[-1])
         if not self.checkpoints_blocks:

@@ -1,4 +1,4 @@
-"""Which of several processes did not answer the others."""
+"""Names the processes that do not answer the others."""
 
 import logging
 import threading
@@ -14,8 +14,8 @@ from harmonic_sft.training.callbacks import StoppedError
 
 logger = logging.getLogger(__name__)
 STARTED = "harmonic_sft/started/{}"  # how many exchanges a process has started
-SAID_AFTER = 120.0  # seconds of waiting: others may be at work on their own for as long
-LAST_SAID_AFTER = 0.8  # of the timeout: before NCCL ends the process
+FIRST_WARNING = 120.0  # seconds of waiting: other processes may work alone for as long
+LAST_WARNING = 0.8  # share of the timeout: before NCCL ends the process
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
     if args.world_size == 1:
         yield
         return
-    # transformers 5.23 forgets it on CPUs; torch has no public way to set it later.
+    # transformers 5.23 does not set the timeout on CPUs; torch has no public way to set it later.
     distributed.distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
     ended, behind = threading.Event(), []
     threading.Thread(target=_watch, args=(args, ended, behind), daemon=True).start()
@@ -53,14 +53,14 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
 def _watch(args: TrainingArguments, ended: threading.Event, behind: list[int]) -> None:
     """Find which processes have started fewer exchanges than this one, when it has waited long.
 
-    They are found again in every long wait, and named in the log twice at most.
+    `behind` is updated in every long wait; the log names them twice at most.
     """
     store = distributed.distributed_c10d._get_default_store()
     group: Any = distributed.distributed_c10d._get_default_group()
-    last = LAST_SAID_AFTER * args.ddp_timeout
-    marks = sorted({min(SAID_AFTER, last), last})  # seconds of a wait
+    last = LAST_WARNING * args.ddp_timeout
+    marks = sorted({min(FIRST_WARNING, last), last})  # seconds of a wait
     own, since, num_passed, num_said = -1, time.monotonic(), 0, 0
-    with suppress(RuntimeError):  # the store went with its process
+    with suppress(RuntimeError):  # the store ended with its process
         while not ended.wait(1.0):
             before, own = own, group._get_sequence_number_for_group()
             waited = time.monotonic() - since
@@ -70,8 +70,8 @@ def _watch(args: TrainingArguments, ended: threading.Event, behind: list[int]) -
             elif num_passed < len(marks) and waited > marks[num_passed]:
                 num_passed += 1
                 keys = [STARTED.format(rank) for rank in range(args.world_size)]
-                found = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
-                behind[:] = [rank for rank, count in enumerate(found) if count < own]
+                counts = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+                behind[:] = [rank for rank, count in enumerate(counts) if count < own]
                 if behind and num_said < len(marks):
                     num_said += 1
                     logger.warning(

@@ -32,7 +32,7 @@ def destination_of(hub: HubConfig) -> Destination:
 
 
 def push_run(run: RunConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-    """Push a finished run, after the checkpoints on their way, and say where it is.
+    """Push a finished run, after pending pushes of checkpoints, and log its address.
 
     Raises:
         PushError: The Hub did not take it; the command to try again is named.
@@ -42,7 +42,7 @@ def push_run(run: RunConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
 
 
 def finish_pushes(callbacks: Sequence[TrainerCallback]) -> None:
-    """Wait for checkpoints on their way: the interpreter's end would break them off."""
+    """Wait for pending pushes of checkpoints, which the interpreter's end would interrupt."""
     for callback in callbacks:
         if isinstance(callback, PushCallback):
             callback.finish()
@@ -74,21 +74,21 @@ class PushCallback(TrainerCallback):
         assert args.output_dir is not None, "every run has an output folder"
         folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         try:
-            with ExitStack() as made:
+            with ExitStack() as cleanup:
                 place = tempfile.TemporaryDirectory(prefix="harmonic-sft-push-")
-                staged = Path(made.enter_context(place))
+                staged = Path(cleanup.enter_context(place))
                 trained = read_trained(folder)
                 stage(trained, staged, self.to)
                 if self.to.form != "full" and not self._is_checked:
                     check_completed(trained, self.to.form)
                     self._is_checked = True
-                kept = made.pop_all()
-        except Exception as error:  # safetensors has one of its own for a full disk
+                cleanup_after_push = cleanup.pop_all()
+        except Exception as error:  # safetensors has its own class for a full disk
             self._warn(folder, error)
             return
 
         def send() -> None:
-            with kept:
+            with cleanup_after_push:
                 try:
                     upload(staged, trained, self.to)
                 except Exception as error:

@@ -26,7 +26,7 @@ class StreamPlace:
 
     def __init__(self, rows: StreamedRows, args: HarmonicTrainingArguments):
         self._rows, self._args = rows, args
-        self.state = StreamState(rows=0, streams={})  # as far as this process knows
+        self.state = StreamState(rows=0, streams={})  # of the rows that this process has read
         self.examples: list[dict[str, int]] = []  # rows of this process in the step at work
 
     def loader(self, collator: Callable[[Any], dict[str, Any]], batch_size: int) -> DataLoader:
@@ -49,18 +49,18 @@ class StreamPlace:
         )
 
     def take(self, batches: Sequence[dict[str, Any]]) -> None:
-        """Take the places of their rows out of the batches of a step, and note them."""
+        """Remove the places of the rows from the batches of a step, and note them."""
         places = [place for batch in batches for place in batch.pop("places")]
         self.examples = [{"stream": place.stream, "row": place.row} for place in places]
         self.state = advance(self.state, places, len(places) * self._args.world_size)
 
     def save(self, checkpoint: Path) -> None:
-        """Write what this process knows."""
+        """Write the state of this process."""
         path = checkpoint / STREAM_FILES.format(self._args.process_index)
         path.write_text(json.dumps(self.state))
 
     def load(self, checkpoint: Path | None) -> None:
-        """Continue where the run of a checkpoint stood, without one from the first row."""
+        """Continue where the run of a checkpoint stood; without one, start at the first row."""
         paths = [] if checkpoint is None else sorted(checkpoint.glob(STREAM_FILES.format("*")))
         states: list[Any] = [json.loads(path.read_text()) for path in paths]
         for state in states:
