@@ -25,6 +25,10 @@ SAME_SOURCE = ("path", "name", "split", "data_files", "revision", "column")
 
 Kind = Literal["exact", "near"]
 Verdict = Literal["unseen", "seen", "unknown"]
+COPIES = (  # of `Duplicates`
+    "Copies of held-out documents: %d exact ones, left out, and %d near ones, which "
+    "data.eval.drop_near_duplicates leaves out."
+)
 
 
 class Duplicates(NamedTuple):

@@ -11,6 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from harmonic_sft.data.batches import MaskedRows, PaddingCollator
+from harmonic_sft.data.heldout import COPIES
 from harmonic_sft.data.keyed_random import permutation
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.masking import IGNORE_INDEX, ClassLabels, RowMasker, TokenLabels
@@ -64,9 +65,7 @@ def inspect_data(
     console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
     num_left_out, reasons, (exact, near) = data.left_out(windows)
     console.print("\n  ".join([f"Rows left out: {num_left_out}", *reasons]))
-    copies = f"{exact} exact ones, left out, and {near} near ones, which"
-    copies += " data.eval.drop_near_duplicates leaves out"
-    console.print(f"Copies of held-out documents: {copies}")
+    console.print(COPIES % (exact, near))
     lengths = row_lengths(rows)
     sizes = {"rows": lengths}
     if is_packed:

@@ -10,6 +10,7 @@ from typing import Any
 
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.classification import class_counts
+from harmonic_sft.data.heldout import COPIES
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.statistics import UNDECIDED, holm, show_interval, t_interval, verdict
@@ -53,10 +54,6 @@ MIN_SEEDS = 5  # with fewer a difference is undecided
 DIFFERENCE_NOTE = (
     "Mean ± half of the 95 % t interval over paired seeds; p is corrected over the table by Holm; "
     f"with fewer than {MIN_SEEDS} seeds a difference is undecided. "
-)
-COPIES = (
-    "Copies of held-out documents: %d exact ones, left out, and %d near ones, which "
-    "data.eval.drop_near_duplicates leaves out."
 )
 UNPAIRED = (
     "Undecided, since they share no two seeds with %s: %s. Give runs that differ only in "
