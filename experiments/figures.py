@@ -246,8 +246,8 @@ def draw_tokens(payload: Payload, out_png: Path) -> Path:
         for index, curve in enumerate(row["curves"]):
             label = row["name"] if index == 0 else None
             places = [count / 1000 for count in curve["tokens"]]
-            style: dict[str, Any] = {"color": color, "linewidth": 1.2, "label": label}
-            axes.plot(places, curve["losses"], f"{marker}-", ms=4, **style)
+            (line,) = axes.plot(places, curve["losses"], f"{marker}-", ms=4, label=label)
+            line.set(color=color, linewidth=1.2)
     for level in payload["levels"]:
         axes.axhline(level, color=REFERENCE, linestyle="--", linewidth=0.9)
     axes.set(xlabel="thousands of tokens seen", ylabel="validation loss (nats), best post hoc")
