@@ -22,15 +22,16 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
     Returns:
         `explained_variance_2` and `explained_variance_10`, the shares of the 2 and 10 first
         principal components from 0 to 1; `effective_dimension`, the participation ratio of the
-        covariance's eigenvalues; and `mean_cosine` of all pairs: 0 is isotropic. Rows that are all
-        equal fill no direction: 0 in the first three.
+        covariance's eigenvalues; and `mean_cosine` of all pairs: 0 where they have no common
+        direction, which alone is no isotropy. Rows that are all equal fill no direction: 0 in the
+        first three.
 
     Raises:
         ValueError: Fewer than 2 rows, or values that are not finite.
 
     Source:
-        Gao et al. 2017, arXiv:1706.05744 (participation ratio); Ethayarajh 2019, arXiv:1909.00512
-        (mean cosine).
+        Gao et al. 2017, A theory of multineuronal dimensionality, dynamics and measurement, bioRxiv
+        214262 (participation ratio); Ethayarajh 2019, arXiv:1909.00512 (mean cosine).
     """
     table = prototypes.cpu().double()
     if len(table) < 2 or not table.isfinite().all():
@@ -99,15 +100,18 @@ def _spread(count: int) -> Tensor:
 def class_center_alignment(hidden_states: Tensor, labels: Tensor, prototypes: Tensor) -> float:
     """Return the mean cosine of a class's prototype and the mean of its hidden states.
 
-    Classes without a hidden state do not count.
+    Both less their mean over the classes that have a hidden state; others do not count. What all
+    classes share would otherwise make unrelated ones look aligned.
 
     Source:
-        Papyan, Han, Donoho 2020, Prevalence of Neural Collapse, arXiv:2008.08186, property 3.
+        Papyan, Han, Donoho 2020, Prevalence of Neural Collapse, arXiv:2008.08186, property 3, of
+        states of norm 1.
     """
-    states, labels, table = hidden_states.cpu().double(), labels.cpu(), prototypes.cpu().double()
-    sums = torch.zeros_like(table).index_add_(0, labels, F.normalize(states, dim=-1))
-    present = labels.unique()
-    return float(F.cosine_similarity(sums[present], table[present], dim=-1).mean())
+    states, table = hidden_states.cpu().double(), prototypes.cpu().double()
+    present, numbers, counts = labels.cpu().unique(return_inverse=True, return_counts=True)
+    sums = torch.zeros_like(table[present]).index_add_(0, numbers, F.normalize(states, dim=-1))
+    centers, rows = sums / counts.unsqueeze(1), table[present]
+    return float(F.cosine_similarity(centers - centers.mean(0), rows - rows.mean(0), dim=-1).mean())
 
 
 @torch.no_grad()

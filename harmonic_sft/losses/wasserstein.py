@@ -163,9 +163,11 @@ def w2_penalty(policy_logits: Tensor, reference_logits: Tensor, prototypes: Tens
     What both distributions give a token stays there, and what the policy has given up goes to what
     it has gained in proportion (the maximal coupling, its rest independent): with a = (p - r)+,
     b = (r - p)+ and their common sum t the bound is sum_jk a_j b_k |e_j - e_k| ** 2 / t. It is 0
-    where the distributions agree, exact where one of them is a Dirac or only two tokens differ, and
-    moving to a token nearby costs little, which a KL divergence does not see. Two products of
-    N x V x D multiplications instead of a transport problem.
+    where the distributions agree, and exact where one of them is a Dirac or only two tokens differ:
+    moving to a token nearby then costs little, which a KL divergence does not see. Where many
+    tokens differ it is far above the distance, since each part goes to all that have gained: ten
+    words that each move to a synonym cost nearly as much as moves to unrelated words. Two products
+    of N x V x D multiplications instead of a transport problem.
 
     Args:
         policy_logits: `[N, V]`, p; gradients flow through them.

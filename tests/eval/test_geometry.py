@@ -67,6 +67,13 @@ def test_hidden_states_around_their_prototype_are_aligned():
     assert class_center_alignment(-near, labels, prototypes) < -0.99
 
 
+def test_a_mean_that_all_classes_share_does_not_align_them():
+    table, labels, shared = normal(200, 64), torch.arange(200).repeat(4), 5 * torch.ones(64)
+    unrelated, related = normal(200, 64, seed=3)[labels] + shared, table[labels] + shared
+    assert abs(class_center_alignment(unrelated, labels, table + shared)) < 0.05
+    assert class_center_alignment(related, labels, table - shared) > 0.95
+
+
 def test_one_offset_makes_a_parallelogram():
     table = torch.cat([normal(20, 8), normal(20, 8) + 3])
     table[20:] = table[:20] + torch.ones(8)
