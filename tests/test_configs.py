@@ -120,12 +120,14 @@ def test_a_recommendation_trains_and_keeps_the_head_of_its_base(
 
 
 def test_a_recommendation_says_what_earned_it():
-    results = " ".join((ROOT / "experiments" / "worth_it" / "README.md").read_text().split())
-    for name in ("encoder", "decoder"):
+    pages = {"encoder": "experiments/worth_it/README.md", "decoder": "experiments/README.md"}
+    for name, page in pages.items():
+        results = " ".join((ROOT / page).read_text().split())
         header = (ROOT / "configs" / f"recommended_{name}.yaml").read_text().split("model:")[0]
         assert "No distance head has earned a recommendation yet." in header
         for loss, half_width in re.findall(r"(\d\.\d{3}) \+- (\d\.\d{3})", header):
             assert f"{loss} \u00b1 {half_width}" in results
+        assert page in header
 
 
 ACCELERATE = sorted((ROOT / "configs" / "accelerate").glob("*.yaml"))

@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import load_state_dict
 from transformers.pytorch_utils import Conv1D
@@ -193,6 +194,7 @@ class Base(NamedTuple):
     origin: dict[str, Any]  # fields of the configuration
     generation_config: GenerationConfig | None = None  # of a decoder
     pooling: str | None = None  # that the head was trained with, if it is a classifier's
+    left_out: Sequence[str] = ()  # layers of its own head before the output layer, by name
 
 
 def load_base(
@@ -252,7 +254,28 @@ def load_base(
     }
     labels = list((config.id2label or {}).values())
     pooling = config.pooling if is_ours and base.head is not None else None
-    return base._replace(labels=labels, origin=origin, pooling=pooling)
+    left_out: Sequence[str] = ()
+    masked = ("ForMaskedLM", "ForPreTraining")
+    is_masked = any(name.endswith(masked) for name in config.architectures or [])
+    if is_masked and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        with torch.device("meta"), no_init_weights():
+            left_out = layers_of_head(MODEL_FOR_MASKED_LM_MAPPING[type(config)](config))
+    return base._replace(labels=labels, origin=origin, pooling=pooling, left_out=left_out)
+
+
+def layers_of_head(model: PreTrainedModel) -> list[str]:
+    """Return the layers between a model's body and its output layer, which go with its head.
+
+    NeoBERT and most decoders have none; BERT, RoBERTa and ModernBERT have a dense one and a norm.
+    """
+    body = {id(parameter) for parameter in model.base_model.parameters()}
+    return sorted(
+        {
+            name.rpartition(".")[0]
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in body and len(parameter) != model.config.vocab_size
+        }
+    )
 
 
 def base_of(
@@ -291,7 +314,10 @@ def base_of(
     elif isinstance(model, NeoBERTForMaskedLM):
         head = LinearHead(model.config.hidden_size, model.config.vocab_size)
         head.load_state_dict(model.get_submodule("decoder").state_dict())
-    return _as_base(name, cast("PreTrainedModel", model.base_model), dtype, head, generation_config)
+    body = cast("PreTrainedModel", model.base_model)
+    base = _as_base(name, body, dtype, head, generation_config)
+    is_masked = type(model).__name__.endswith("ForMaskedLM")
+    return base._replace(left_out=layers_of_head(model) if is_masked else ())
 
 
 def random_base(

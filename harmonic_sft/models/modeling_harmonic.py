@@ -122,7 +122,10 @@ class HarmonicLanguageModel(HarmonicHeadModel):
                 )
             embeddings: Tensor | None = table
         elif base.head is None:
-            raise ValueError(f"init {init}: expected base {base.name} to have a head, got none")
+            raise ValueError(
+                f"init {init}: expected base {base.name} to have a head of one linear layer, as "
+                "decoders, NeoBERT and our own models have, got none. Use init input_embeddings"
+            )
         elif tie and not torch.equal(base.head.weight, table):
             raise ValueError(
                 f"init: expected input_embeddings for a tied head, got {init}, whose weights in "
@@ -130,6 +133,13 @@ class HarmonicLanguageModel(HarmonicHeadModel):
             )
         else:
             embeddings = base.head.prototypes if init == "output_embeddings" else None
+        if base.left_out:
+            logger.warning(
+                "base %s: its own head also has %s, which are left out with it. What the new head "
+                "sees has not passed through them: expect a high loss before training.",
+                base.name,
+                " and ".join(base.left_out),
+            )
         model = cls._from_loaded_base(
             base,
             head,

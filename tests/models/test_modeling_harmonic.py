@@ -44,6 +44,24 @@ def batch(seed=0):
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
+def test_layers_that_go_with_the_old_head_are_named(bases, tmp_path, caplog):
+    layers = "cls.predictions.transform.LayerNorm and cls.predictions.transform.dense"
+    model = HarmonicForMaskedLM.from_base(str(bases / "bert"))
+    assert (
+        f"base {bases / 'bert'}: its own head also has {layers}, which are left out" in caplog.text
+    )
+    model.save_pretrained(tmp_path / "ours")  # which has none
+    AutoModel.from_pretrained(bases / "bert").save_pretrained(tmp_path / "body")
+    caplog.clear()
+    for name in ("ours", "body"):
+        HarmonicForMaskedLM.from_base(tmp_path / name)
+    assert "own head" not in caplog.text
+    with pytest.raises(
+        ValueError, match="to have a head of one linear layer, as .*, got none. Use"
+    ):
+        HarmonicForMaskedLM.from_base(str(bases / "bert"), init="output_embeddings")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_backbone_is_the_base_and_prototypes_its_embeddings(bases, family):
     model = HarmonicForMaskedLM.from_base(str(bases / family))
