@@ -57,7 +57,7 @@ def test_layers_that_go_with_the_old_head_are_named(bases, tmp_path, caplog):
         HarmonicForMaskedLM.from_base(tmp_path / name)
     assert "own head" not in caplog.text
     with pytest.raises(
-        ValueError, match="to have a head of one linear layer, as .*, got none. Use"
+        ValueError, match=r"to have a head of one linear layer, as .*, got none\. Use"
     ):
         HarmonicForMaskedLM.from_base(str(bases / "bert"), init="output_embeddings")
 
