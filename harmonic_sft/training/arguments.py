@@ -54,7 +54,16 @@ IN_DATA = (
     "weight_column",
     "on_bad_row",
 )
-TOP = ("head", "h_exp", "loss", "schedule", "oom_fallback", "save", "skip_bad_steps")
+TOP = (
+    "head",
+    "h_exp",
+    "loss",
+    "schedule",
+    "oom_fallback",
+    "save",
+    "skip_bad_steps",
+    "early_stopping_patience",
+)
 KEYS = {  # where the arguments stand in a YAML file
     **{name: f"model.{name}" for name in IN_MODEL},
     **{name: f"data.{name}" for name in IN_DATA},
@@ -201,6 +210,9 @@ class HarmonicTrainingArguments(TrainingArguments):
     oom_fallback: bool = _ours("oom_fallback", True)
     save: str = _ours("save", "full", "The result is a whole model.")
     skip_bad_steps: int = _ours("skip_bad_steps", 0)
+    early_stopping_patience: int | None = _ours(
+        "early_stopping_patience", more="Needs load_best_model_at_end and evaluations."
+    )
     hub_form: str = _ours("hub_form", "full")
     hub_license: str | None = _ours("hub_license")
 
@@ -274,6 +286,13 @@ class HarmonicTrainingArguments(TrainingArguments):
             check_fields(AcceleratorConfig, self.accelerator_config, "training.accelerator_config")
             # transformers changes the dictionary it is given.
             self.accelerator_config = copy.deepcopy(self.accelerator_config)
+        for name in ("load_best_model_at_end", "eval_strategy"):
+            is_missing = getattr(self, name) in (False, "no")
+            if is_missing and (patience := self.early_stopping_patience) is not None:
+                raise ValueError(
+                    f"early_stopping_patience: expected null without training.{name}, got "
+                    f"{patience}. Set it: the best of several evaluations decides"
+                )
         # transformers lets the best evaluation have no checkpoint if saves are rarer.
         eval_steps = self.eval_steps or self.logging_steps
         in_steps = self.eval_strategy == self.save_strategy == "steps"

@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import ProgressCallback, TrainerCallback, TrainerState
+from transformers import (
+    EarlyStoppingCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerState,
+)
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import (
     INTEGRATION_TO_CALLBACK,
@@ -167,6 +172,15 @@ class TerminationCallback(TrainerCallback):
         """Save if the signal came in the evaluation after the last step: no step follows."""
         if self.agreed and state.global_step >= state.max_steps:
             control.should_save = True
+
+
+class EarlyStopping(EarlyStoppingCallback):
+    """transformers' own, which would warn of evaluations before and after the training."""
+
+    def on_evaluate(self, *args: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        """Count the evaluations of the training."""
+        if any(name.startswith("eval_") for name in metrics):
+            super().on_evaluate(*args, metrics=metrics, **kwargs)
 
 
 def _ends_epoch(state: TrainerState) -> bool:

@@ -381,8 +381,11 @@ def is_finished(run: RunConfig) -> bool:
 
     A run whose saved model lacks a file, or part of one, has to make it again.
     """
-    results = read_whole(results_path(run.output_dir), "steps", "before", "final")
-    if results is None or results["steps"] < run.training.get("max_steps", -1):
+    results = read_whole(results_path(run.output_dir), "steps", "before", "final", "config")
+    if results is None:
+        return False
+    asked = results["config"]["training"].get("max_steps", -1)  # early stopping may take fewer
+    if max(results["steps"], asked) < run.training.get("max_steps", -1):
         return False
     try:
         check_saved(run.output_dir)

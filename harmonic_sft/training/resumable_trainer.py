@@ -413,15 +413,24 @@ class ResumableTrainer(Trainer):
         """Whether training with these arguments ends at a checkpoint."""
         # A run from another folder may have had other epochs or other reasons to stop early.
         is_own = checkpoint.resolve().parent == Path(str(self.args.output_dir)).resolve()
-        counted = cast(dict, state.stateful_callbacks).get(EarlyStoppingCallback.__name__)
-        for callback in self.callback_handler.callbacks:
-            if is_own and isinstance(callback, EarlyStoppingCallback) and isinstance(counted, dict):
-                counter = counted["attributes"]["early_stopping_patience_counter"]
-                if counter >= callback.early_stopping_patience:
-                    return True
+        for callback in self.callback_handler.callbacks if is_own else []:
+            counted = cast(dict, state.stateful_callbacks).get(type(callback).__name__)
+            if isinstance(callback, EarlyStoppingCallback) and isinstance(counted, dict):
+                vars(callback).update(counted["attributes"])
+        if is_own and self.is_stopped_early:
+            return True
         if self.args.max_steps > 0:
             return state.global_step >= self.args.max_steps
         return is_own and state.global_step >= state.max_steps
+
+    @property
+    def is_stopped_early(self) -> bool:
+        """Whether early stopping has ended the training."""
+        return any(
+            callback.early_stopping_patience_counter >= callback.early_stopping_patience
+            for callback in self.callback_handler.callbacks
+            if isinstance(callback, EarlyStoppingCallback)
+        )
 
     def _load_finished(self, checkpoint: Path, state: TrainerState) -> None:
         """Load a checkpoint after whose step nothing is left to train."""

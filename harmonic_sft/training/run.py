@@ -256,7 +256,10 @@ def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, Any]:
         elif all_checkpoints(trainer.run_config.output_dir):
             logger.warning("No checkpoint is whole: the run starts again from its first step.")
         seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
-        if trainer.state.global_step < trainer.state.max_steps:
+        is_short = trainer.state.global_step < trainer.state.max_steps
+        if is_short and trainer.is_stopped_early:
+            logger.info("Early stopping ended the run after step %d.", trainer.state.global_step)
+        elif is_short:
             raise StoppedError(
                 f"training: expected {trainer.state.max_steps} steps, got "
                 f"{trainer.state.global_step}: a signal or a callback ended it. The same command "

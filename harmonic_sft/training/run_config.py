@@ -361,6 +361,9 @@ class RunConfig:
     skip_bad_steps: int = Field(
         0, ge=0, description="Steps without a finite loss and gradient that a session leaves out"
     )
+    early_stopping_patience: int | None = Field(
+        None, ge=1, description="End after so many evaluations in a row without a new best model"
+    )
     hub: HubConfig = Field(default_factory=HubConfig)
     check_base: bool = Field(
         True, description="Refuse a base whose own head does no better than unigrams on your text"

@@ -53,7 +53,13 @@ from harmonic_sft.training.batches import (
     save_bad_step,
     take_out_repeated_,
 )
-from harmonic_sft.training.callbacks import HeadCallback, label_bars_, not_finite, place_events_
+from harmonic_sft.training.callbacks import (
+    EarlyStopping,
+    HeadCallback,
+    label_bars_,
+    not_finite,
+    place_events_,
+)
 from harmonic_sft.training.master_weights import (
     MasterWeightsAdamW,
     average_gradients,
@@ -154,6 +160,8 @@ class HarmonicTrainer(ResumableTrainer):
         check_optimizer(built, optimizers[0], is_given=is_given)
         config = preparation.config
         self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
+        patience = args.early_stopping_patience
+        stopping = [] if patience is None else [EarlyStopping(patience)]
         super().__init__(
             preparation,
             model=built,
@@ -164,7 +172,7 @@ class HarmonicTrainer(ResumableTrainer):
             processing_class=preparation.known_tokenizer,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
-            callbacks=[self._head_callback, *(callbacks or [])],
+            callbacks=[self._head_callback, *stopping, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,

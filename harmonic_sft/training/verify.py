@@ -326,6 +326,7 @@ def _settings(run: RunConfig, way: Way, material: Material, folder: Path) -> Run
     )
     h_exp = None if run.h_exp is None else replace(run.h_exp, calibrate=False)
     run = replace(run, training=training, data=data, h_exp=h_exp, hub=HubConfig(), resume=False)
+    run = replace(run, early_stopping_patience=None)
     return run if way.has_dropout else _without_dropout(run)
 
 

@@ -116,6 +116,24 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
             {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
             "training.save_steps: expected 2 as in eval_steps with load_best_.*, got 500",
         ),
+        (
+            {"early_stopping_patience": 3, "eval_strategy": "steps"},
+            "early_stopping_patience: expected null without training.load_best_model_at_end, got 3",
+        ),
+        (
+            {"early_stopping_patience": 3, "load_best_model_at_end": True, "save_strategy": "no"},
+            "early_stopping_patience: expected null without training.eval_strategy, got 3",
+        ),
+        (
+            {
+                "early_stopping_patience": 0,
+                "load_best_model_at_end": True,
+                "eval_strategy": "epoch",
+                "save_strategy": "epoch",
+                "h_exp": -12.0,
+            },
+            "^early_stopping_patience: expected a number of at least 1, got 0",
+        ),
         ({"log_level": "x"}, r"training.log_level: expected one of \['detail', .*, got 'x'"),
         ({"log_level_replica": "x"}, "training.log_level_replica: expected one of"),
         ({"accelerator_config": {"a": 1}}, "accelerator_config.a: expected one of the known keys"),

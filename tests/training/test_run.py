@@ -257,6 +257,40 @@ def test_a_run_that_ends_early_is_not_finished(
         assert weights_in(folder / name) == weights_in(finished_run / name)
 
 
+def test_a_run_that_early_stopping_ends_is_finished(
+    make_yaml, tmp_path, monkeypatch, interrupt, caplog
+):
+    """Also one that was interrupted on the way, which keeps the counter."""
+    training = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+    training |= {"save_steps": 1, "load_best_model_at_end": True, "max_steps": 9}
+    training |= {"learning_rate": 1e-30}  # nothing gets better
+    path = make_yaml(
+        h_exp=-8.0,
+        training=training,
+        early_stopping_patience=3,
+        hub={"push": True, "repo_id": "me/model"},
+    )
+    for name in ("check_destination", "check_model"):
+        monkeypatch.setattr(f"harmonic_sft.training.run.{name}", lambda *_: None)
+    pushed = []
+    monkeypatch.setattr("harmonic_sft.training.run.push_run", lambda *_: pushed.append(1))
+    whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
+    assert 3 < whole["steps"] < 9
+    interrupt(3, path)
+    results = start(path, "resume=true")
+    assert results["steps"] == whole["steps"]
+    assert results["final"] == whole["final"]
+    assert len(pushed) == 2
+    with caplog.at_level("INFO"):
+        assert start(path, "resume=true") == results
+    assert f"This run is finished: {tmp_path / 'run'}" in caplog.messages
+    (tmp_path / "run" / "results" / "train.json").unlink()  # killed before it was written
+    assert start(path, "resume=true")["final"] == results["final"]
+    assert "early stopping is disabled" not in caplog.text
+    with pytest.raises(ValueError, match=r"got other values for early_stopping_patience"):
+        start(path, "resume=true", "early_stopping_patience=5")
+
+
 def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path, monkeypatch):
     """transformers expands a tilde: ours must look at the same folder before writing there."""
     folder = tmp_path / "run"

@@ -53,7 +53,8 @@ def test_ways_of_training_agree_and_the_run_is_left_alone(make_yaml, tmp_path, o
 
 def test_the_results_of_a_finished_run_get_the_verdicts(make_yaml, tmp_path, only):
     only("table = stream")
-    path = make_yaml(check_base=False)
+    steps = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    path = make_yaml(check_base=False, h_exp=-8.0, training=steps, early_stopping_patience=1)
     assert main(["train", str(path)]) == 0
     results = tmp_path / "run" / "results" / "train.json"
     before = json.loads(results.read_text())
