@@ -37,9 +37,34 @@ WORDS = {  # pydantic's words, and those that a writer of YAML knows
     "a valid": "a",
 }
 OTHER_NAMES = {  # of keys, in other programs
-    "lr": "learning_rate",
+    "base_model": "base",
     "batch_size": "per_device_train_batch_size",
+    "block_size": "context_length",
+    "bs": "per_device_train_batch_size",
+    "dataset": "sources",
+    "epochs": "num_train_epochs",
+    "grad_accum": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "lora": "peft",
+    "lora_r": "r",
+    "lr": "learning_rate",
     "max_length": "context_length",
+    "max_seq_length": "context_length",
+    "micro_batch_size": "per_device_train_batch_size",
+    "model_id": "repo_id",
+    "model_name": "base",
+    "model_name_or_path": "base",
+    "num_epochs": "num_train_epochs",
+    "num_workers": "dataloader_num_workers",
+    "optimizer": "optim",
+    "patience": "early_stopping_patience",
+    "precision": "dtype",
+    "rank": "r",
+    "seq_length": "context_length",
+    "steps": "max_steps",
+    "text_column": "column",
+    "torch_dtype": "dtype",
+    "type": "name",
 }
 
 T = TypeVar("T")
@@ -346,11 +371,17 @@ def unknown_key(
     """
     places = {word: word for word in known}
     is_longer = any(key.startswith(word) and "_" not in key[len(word) :] for word in known)
-    if not is_longer and not difflib.get_close_matches(key, known, 1, cutoff=0.75):
+    is_near = is_longer or difflib.get_close_matches(key, known, 1, cutoff=0.75)
+    if key in OTHER_NAMES or not is_near:
         places = {place.rpartition(".")[2]: place for place in reversed(elsewhere())} | places
     word = OTHER_NAMES.get(key, "")
-    word = word if word in places else _nearest(key, list(places))
-    place = " at the top level" if places.get(word) == key else ""
+    if word not in places:
+        word = _nearest(key, list(places))
+        likeness = difflib.SequenceMatcher(None, key, word).ratio()
+        # In another section one of many keys is always a little like it: no word is better.
+        if word not in known and not word.startswith(key) and likeness < 0.76:
+            word = _nearest(key, known)
+    place = " at the top level" if word not in known and "." not in places.get(word, ".") else ""
     nearest = f". Did you mean {places[word]!r}{place}?" if word else ""
     if not word and 0 < len(known) <= FEW_KEYS:
         nearest = f". They are {', '.join(known)}"
@@ -366,7 +397,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 def _nearest(word: str, known: Sequence[str]) -> str:
     """Return the known word that is spelled most alike; empty if none is near."""
     longer = [name for name in known if word and name.startswith(word)]
-    longer = longer or [name for name in known if len(word) > 3 and word in name]
+    longer = longer or [n for n in known if word in n and len(word) > max(3, len(n) / 3)]
     return min(longer, key=len, default="") or next(
         iter(difflib.get_close_matches(word, known, 1, cutoff=0.6)), ""
     )

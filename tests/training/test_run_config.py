@@ -1,5 +1,6 @@
 """One YAML: what is read, what is refused, and with which words."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,43 @@ REFUSED = [
 def test_bad_settings_are_refused_before_anything_is_loaded(make_yaml, overrides, message):
     with pytest.raises(ValueError, match=message):
         load_run_config(make_yaml(), overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        # Names of other trainers.
+        ("num_epochs", "training.num_train_epochs"),
+        ("training.bs", "per_device_train_batch_size"),
+        ("max_seq_length", "data.context_length"),
+        ("model_name_or_path", "model.base"),
+        ("torch_dtype", "model.dtype"),
+        ("data.dataset", "sources"),
+        ("data.text_column", "data.sources.column"),
+        ("gradient_clipping", "training.max_grad_norm"),
+        ("peft.lora_r", "r"),
+        ("head.type", "head.name"),
+        ("hub.model_id", "repo_id"),
+        ("training.patience", "early_stopping_patience' at the top level"),
+        ("model.lora", "peft' at the top level"),
+        # Nothing is like them.
+        ("data.shuffle", None),
+        ("device", None),
+        ("training.device", None),
+        ("training.gpus", None),
+        ("hub.token", None),
+        ("val_size", None),
+        ("deepspeed", None),
+        ("mask_ratio", None),
+        ("peft.bias", None),
+    ],
+)
+def test_a_key_of_other_trainers_gets_its_name_here_or_none(make_yaml, key, nearest):
+    peft = ["peft={}"] if key.startswith("peft") else []
+    with pytest.raises(ValueError, match=f"^{key}: expected one of the known keys") as error:
+        load_run_config(make_yaml(), [*peft, f"{key}=1"])
+    hint = re.search(r"Did you mean '(.*?)'?\?$", str(error.value))
+    assert (hint and hint[1]) == nearest
 
 
 def test_a_head_and_a_loss_may_be_a_name(make_yaml):
