@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.classification import class_counts
 from harmonic_sft.data.heldout import COPIES
@@ -30,7 +32,7 @@ PREDICTED = {
 }
 ROW_NAMES = {"old_head": "the base's own head", "swapped": "new head"}
 MIB = 2**20
-DEVICE_GIB = 24  # of the GPU that an estimate is compared with
+DEVICE_GIB = 24  # of the GPU that an estimate is compared with where there is none
 METRIC_NOTE = (
     "(*) Best post-hoc h_exp; for a head without one, its best inverse temperature. The loss "
     "beside it is that of each half of the documents at the value fitted on the other half; with "
@@ -107,13 +109,17 @@ def show_parts(run: RunConfig, rows: Sequence[Part]) -> None:
 
 
 def show_estimate(estimate: dict[str, int], *, batch: str) -> None:
-    """Print the memory of one step and whether it fits into 24 GiB."""
+    """Print the memory of one step and whether the GPU has it; without one, one of 24 GiB."""
     total = sum(estimate.values())
     rows = [(name, f"{size / GIB:.2f}") for name, size in {**estimate, "total": total}.items()]
     show_table(f"One step of {batch}, estimated", ["what", "GiB"], rows)
-    fits = "Fits" if total / GIB + 1 <= DEVICE_GIB else "Does not fit"
+    gib, device = float(DEVICE_GIB), ""
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(0)
+        gib, device = gpu.total_memory / GIB, f" of {gpu.name}"
+    fits = "Fits" if total / GIB + 1 <= gib else "Does not fit"
     what = "with 1 GiB set aside for the CUDA context and fragmentation"
-    logger.info("%s %d GiB, %s.", fits, DEVICE_GIB, what)
+    logger.info("%s %.0f GiB%s, %s.", fits, gib, device, what)
 
 
 def show_classes(data: LoadedData) -> None:

@@ -198,7 +198,7 @@ def test_a_plan_needs_no_data(make, capsys, caplog):
     caplog.set_level("INFO")
     for task in TASKS:
         dry_run(load_run_config(make(task)))
-    assert "Fits 24 GiB" in caplog.text
+    assert "Fits " in caplog.text
 
 
 def test_settings_that_do_not_fit_the_task_are_refused(make, make_yaml):

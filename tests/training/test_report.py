@@ -1,6 +1,9 @@
 """What is printed about runs."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from harmonic_sft.results import write_results
 from harmonic_sft.training.memory import GIB
@@ -167,6 +170,16 @@ def test_documents_without_a_scored_token_are_not_scored(caplog):
 
 
 @pytest.mark.parametrize(("gib", "said"), [(23, "Fits"), (24, "Does not fit")])
-def test_what_fits_leaves_a_gib_to_the_device(gib, said, caplog, capsys):
+def test_what_fits_leaves_a_gib_to_the_device(gib, said, caplog, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     show_estimate({"weights": GIB, "activations": (gib - 1) * GIB}, batch="8 rows")
-    assert caplog.messages[-1].startswith(f"{said} 24 GiB")
+    assert caplog.messages[-1].startswith(f"{said} 24 GiB, with 1 GiB")
+
+
+@pytest.mark.parametrize(("gib", "said"), [(79, "Fits"), (80, "Does not fit")])
+def test_an_estimate_is_compared_with_the_gpu_that_is_there(gib, said, caplog, monkeypatch):
+    gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    show_estimate({"weights": gib * GIB}, batch="8 rows")
+    assert caplog.messages[-1].startswith(f"{said} 80 GiB of NVIDIA H100, with 1 GiB")
