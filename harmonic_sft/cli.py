@@ -193,6 +193,7 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration for --model and --dataset: the NeoBERT recipe."""
     from harmonic_sft.config import apply_overrides
     from harmonic_sft.models import max_positions
+    from harmonic_sft.models.backbones import check_supported
     from harmonic_sft.training.loading import MODELS, load_base_config
     from harmonic_sft.training.preparation import task_of
     from harmonic_sft.training.run_config import CLASSIFICATION, ModelConfig, fill_recipe
@@ -201,6 +202,7 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(model, dict) or not isinstance(model.get("base"), str):
         raise ValueError(f"model: expected a base beside --model, got {model!r}. Leave it out")
     config = load_base_config(ModelConfig(base=model["base"], revision=model.get("revision")))
+    check_supported(options.model, config, is_causal=True)  # a base of any task
     task = options.task or model.get("task")
     try:
         task = task or task_of(options.model, config, None)

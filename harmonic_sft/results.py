@@ -57,7 +57,8 @@ def environment() -> dict[str, Any]:
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "gpus": [
                 torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
-            ],
+            ]
+            or ["mps"] * torch.backends.mps.is_available(),
         },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }

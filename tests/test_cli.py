@@ -19,6 +19,7 @@ import transformers
 from huggingface_hub.constants import HF_HOME
 from safetensors import SafetensorError
 from tqdm import tqdm
+from transformers import AutoConfig
 
 import harmonic_sft
 from harmonic_sft import cli
@@ -232,6 +233,15 @@ def test_a_base_that_says_no_task_asks_for_one(tiny_base, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert main(["train", "--model", str(tmp_path), "--dataset", "a.txt"]) == 1
     assert "error: --task: expected one of ['masked_lm', " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["t5", "vit"])
+def test_a_base_that_is_not_supported_is_asked_for_no_task(kind, tmp_path, capsys):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    assert main(["train", "--model", str(tmp_path), "--dataset", "a.txt"]) == 1
+    assert f"text alone that transformers knows, got a model of type '{kind}'" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,9 @@ def test_the_environment_is_complete_and_json(tmp_path, monkeypatch):
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["memory_bytes"] > 2**28
     assert len(found["hardware"]["gpus"]) == torch.cuda.device_count()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert environment()["hardware"]["gpus"] == ["mps"]
     assert abs((datetime.now(UTC) - datetime.fromisoformat(found["date"])).total_seconds()) < 60
 
 

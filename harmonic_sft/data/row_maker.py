@@ -85,7 +85,8 @@ def check_tokenizer(
     if largest >= vocab_size:
         raise ValueError(
             f"tokenizer: expected ids below the model's vocab_size {vocab_size}, got {largest}. "
-            "Use the tokenizer the model was trained with."
+            "Use the tokenizer the model was trained with. For new tokens call "
+            "model.resize_token_embeddings(len(tokenizer)), and save both in one folder"
         )
     check_length(context_length, max_positions=max_positions, pad_to_multiple_of=pad_to_multiple_of)
 

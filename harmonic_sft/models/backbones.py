@@ -408,6 +408,7 @@ def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> 
     is_not_one_body = config.is_encoder_decoder or config.get_text_config() is not config
     # Two streams of hidden states; a decoder alone, which would be saved without its encoder.
     is_not_one_body |= config.model_type in ("reformer", "whisper")
+    is_not_one_body |= not hasattr(config, "vocab_size")
     if not is_ours and (is_not_one_body or type(config) not in MODEL_MAPPING):
         raise ValueError(
             f"base {name}: expected an encoder or a decoder of text alone that transformers knows, "

@@ -42,7 +42,7 @@ from harmonic_sft.models import (
     max_positions,
     random_base,
 )
-from harmonic_sft.models.backbones import trains
+from harmonic_sft.models.backbones import check_supported, trains
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.models.heads import check_class
 from harmonic_sft.models.objective import negative_log_likelihood
@@ -609,6 +609,7 @@ def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> s
             )
     if (task := _token_task(config)) is not None:
         return task
+    check_supported(model if isinstance(model, str) else names[0], config, is_causal=True)
     raise ValueError(
         f"task: expected one of {list(MODELS)}, got nothing, and a {config.model_type} does not "
         "say which. Name it"

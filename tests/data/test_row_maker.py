@@ -304,6 +304,10 @@ def check(tokenizer, **settings):
     ("settings", "message"),
     [
         ({"vocab_size": 100}, "tokenizer: expected ids below the model's vocab_size 100, got "),
+        (
+            {"vocab_size": 100},
+            "resize_token_embeddings(len(tokenizer)), and save both",
+        ),
         ({"max_positions": 32}, "data.context_length: expected at most the 32 positions of the "),
         ({"pad_to_multiple_of": 48}, "got 64, which data.pad_to_multiple_of makes 96."),
     ],

@@ -45,7 +45,7 @@ def test_the_old_head_has_the_logits_of_transformers(family, tmp_path):
         assert torch.allclose(plain, native(INPUTS).logits, rtol=1e-3) is not changes
 
 
-@pytest.mark.parametrize("kind", ["clip", "reformer", "whisper"])
+@pytest.mark.parametrize("kind", ["clip", "reformer", "vit", "whisper"])
 def test_what_is_not_of_text_alone_or_of_one_stream_is_refused(tmp_path, kind):
     AutoConfig.for_model(kind, is_encoder_decoder=False).save_pretrained(tmp_path)
     for model_class in (HarmonicForCausalLM, HarmonicForMaskedLM):

@@ -25,6 +25,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
+    SplinterConfig,
+    T5Config,
     TrainerCallback,
     TrainingArguments,
     XLMConfig,
@@ -877,4 +879,7 @@ def test_a_body_without_architectures_has_the_task_of_its_type():
     xlm = XLMConfig(architectures=["XLMWithLMHeadModel"])  # what its masked model is called
     assert task_of("body", xlm, None) == "masked_lm"
     with pytest.raises(ValueError, match="task: expected one of"):
-        task_of("body", CLIPVisionConfig(), None)
+        task_of("body", SplinterConfig(), None)
+    for config in (CLIPVisionConfig(), T5Config()):
+        with pytest.raises(ValueError, match="base body: expected an encoder or a decoder of text"):
+            task_of("body", config, None)
