@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from huggingface_hub import get_token
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -236,8 +237,8 @@ def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]], available: f
     texts = [
         [*column.split(), *(row[index] for row in cells)] for index, column in enumerate(columns)
     ]
-    widths = [max(map(len, column), default=0) for column in texts]
-    least = [max(map(len, " ".join(column).split()), default=0) for column in texts]
+    widths = [max(map(cell_len, column), default=0) for column in texts]
+    least = [max(map(cell_len, " ".join(column).split()), default=0) for column in texts]
     room = available - BORDER - GAP * len(columns)
     if sum(least) > room:  # a single word is wider than the terminal: it has to be folded
         most = max(least)

@@ -144,6 +144,13 @@ def test_a_table_in_a_file_shows_every_cell_on_one_line(capsys, monkeypatch):
     assert any("[MASK] [bold]" in line for line in lines)
 
 
+def test_wide_characters_are_not_folded(capsys):
+    show_table("Nearest prototypes", ["词", "最近的原型"], [["人工智能", "机器学习 深度学习"]])
+    printed = capsys.readouterr().out
+    assert "人工智能   机器学习 深度学习" in printed
+    assert "最近的原型" in printed
+
+
 def test_numbers_stand_to_the_right_and_names_to_the_left(capsys):
     show_table("Losses", COLUMNS, ROWS)
     first, second = capsys.readouterr().out.splitlines()[-3:-1]
