@@ -10,7 +10,7 @@ from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from unicodedata import normalize
+from unicodedata import category, normalize
 
 import numpy as np
 
@@ -19,7 +19,10 @@ from harmonic_sft.results import read_results, reading, without_secrets, write_r
 NGRAM = 13  # words
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no place of an n-gram loses a bit
 # Writing systems without spaces between words: every character is a word.
-WORD = re.compile(r"[^\W\u2e80-\U0003ffff]+|[\u2e80-\U0003ffff]")
+UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\U0003ffff"
+# Vowel signs and accents belong to words, but `\w` has none of them.
+MARKS = "".join(sign for sign in map(chr, range(0x2E80)) if category(sign) in ("Mn", "Mc"))
+WORD = re.compile(rf"(?:[^\W{UNSPACED}]|[{MARKS}])+|(?=\w)[{UNSPACED}]")
 LIST, TRAINED = "held_out", "trained_documents.npy"  # in the folder `results` of a run
 SAME_SOURCE = ("path", "name", "split", "data_files", "revision", "column")
 

@@ -48,6 +48,17 @@ def test_words_have_no_case_and_no_punctuation_and_may_be_characters():
     assert word_hashes("Don't, STOP!").tolist() == word_hashes("don t stop").tolist()
     assert len(word_hashes("don t stop")) == 3
     assert len(word_hashes("日本語 text")) == 4  # no spaces are written there
+    assert len(word_hashes("กิน")) == 3
+    assert (
+        word_hashes("今天\uff0c天气\u3000很好\u3002").tolist()
+        == word_hashes("今天天气很好").tolist()
+    )
+
+
+def test_vowel_signs_and_accents_are_parts_of_words():
+    assert len(word_hashes("मैं हिन्दी बोलता हूँ")) == 4
+    assert word_hashes("काम").tolist() != word_hashes("कम").tolist()
+    assert len(word_hashes("שָׁלוֹם")) == 1
 
 
 def test_thirteen_words_in_a_row_are_counted_once_each():
