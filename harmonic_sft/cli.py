@@ -143,7 +143,8 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
     try:
         folder = folder or Path(tempfile.mkdtemp(prefix="harmonic-sft-"))
         path = folder / ("error.txt" if rank == "0" else f"error-{rank}.txt")
-        path.write_text(without_secrets("".join(traceback.format_exception(error))))
+        text = without_secrets("".join(traceback.format_exception(error)))
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError:
         parts.append("--debug shows where it comes from")
     else:

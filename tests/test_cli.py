@@ -427,6 +427,7 @@ def test_a_cache_that_may_not_be_written_is_said_to_be_chosen(
         (OSError(28, "No space left on device"), True),
         (OSError(122, "Disk quota exceeded"), True),
         (OSError(5, "Input/output error"), False),
+        (RuntimeError("a file name that is not UTF-8: \udce9"), False),
         (RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0"), True),
         (SafetensorError("I/O error: Os { code: 28, kind: StorageFull }"), True),
     ],
