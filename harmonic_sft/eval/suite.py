@@ -326,7 +326,7 @@ def _word_ratings(subject: Subject, path: Path) -> Rows:
 
 def _relation(subject: Subject, path: Path) -> Rows:
     """Yield parallelogram losses of a relation: of prototypes, and of words that are read alone."""
-    items = json.loads(path.read_text(encoding="utf-8"))
+    items = json.loads(path.read_text(encoding="utf-8-sig"))
     pairs = [WordPair(item["input"], item["output"], 0.0) for item in items]
     table, ids, _, _ = word_table(
         subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces="single"
@@ -352,7 +352,7 @@ def _parallelograms(
 
 def _minimal_pairs(subject: Subject, path: Path, limit: int) -> Rows:
     assert isinstance(subject.model, HarmonicLanguageModel), "measure has looked"
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         items = [json.loads(line) for line in islice(lines, limit) if line.strip()]
     pairs = [(item["sentence_good"], item["sentence_bad"]) for item in items]
     if not pairs:
@@ -467,7 +467,7 @@ def _continuations(subject: Subject) -> Rows:
 
 
 def _table(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
             return list(csv.DictReader(file))
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))

@@ -30,7 +30,7 @@ def read_word_pairs(path: Path) -> list[WordPair]:
     Raises:
         ValueError: Another header, or a row that is not two words and a number.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
     if not lines or lines[0].split("\t") != HEADER:
         got = repr(lines[0]) if lines else "an empty file"
         raise ValueError(f"{path}: expected the header {HEADER}, got {got}")

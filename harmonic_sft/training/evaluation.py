@@ -287,7 +287,7 @@ class Opened:
 
     def _score_text(self, size: str, path: Path) -> Scored:
         """Score some documents of a text, none of which the model was trained on."""
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8", newline="\n") as file:  # as documents are read
             count = sum(1 for line in file if line.strip())
         if count < 2:
             raise ValueError(f"{path.name}: expected at least 2 lines, got {count}")

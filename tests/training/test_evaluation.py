@@ -286,6 +286,16 @@ def test_files_of_another_form_leave_the_others_measured(run_copy, sets):
     assert {"tiny", "present-past", "order"} <= {row["set"] for row in rows if "metric" in row}
 
 
+def test_sets_may_have_byte_order_marks_and_carriage_returns(run_copy, sets):
+    names = ["wordsim/tiny.tsv", "minimal_pairs/order.jsonl", "sts/stsb_dev.tsv"]
+    for path in [*map(sets.joinpath, names), sets / "function_vectors" / "present-past.json"]:
+        path.write_text(path.read_text(), encoding="utf-8-sig")
+    (sets / "text" / "bars.txt").write_bytes(b"aa ab\rac ad\rba bb\n" * 8)
+    rows = evaluate_suite([run_copy], [CPU], sets=sets)["rows"]
+    reasons = [row["missing"] for row in rows if "missing" in row]
+    assert not any("other data" in reason for reason in reasons)
+
+
 def test_a_bad_file_of_the_sets_leaves_the_others_measured(run_copy, sets, caplog):
     run = read_run(run_copy)
     run["head"]["init"] = "output_embeddings"
