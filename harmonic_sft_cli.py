@@ -201,7 +201,7 @@ def _check_flags(options: argparse.Namespace) -> None:
     if options.model is None and options.dataset is None:
         if options.config is None:
             options.parser.error("expected a file, or --model and --dataset, got neither")
-        for flag in ("head", "task", "output"):
+        for flag in ("task", "output"):
             if vars(options)[flag] is not None:
                 options.parser.error(f"expected --{flag} beside --model, got it beside a file")
         return
@@ -403,7 +403,11 @@ def _add_flags(command: argparse.ArgumentParser) -> None:
         help="a file, a folder, or a data set on the Hub; 64 documents are held out, of a small "
         "local one a tenth (data.eval.documents)",
     )
-    flags.add_argument("--head", metavar="NAME", help="the output head; default: dist")
+    flags.add_argument(
+        "--head",
+        metavar="NAME",
+        help="the output head, with its loss; default: dist. Of a file it replaces head and loss",
+    )
     flags.add_argument(
         "--task", help="what the model predicts, as in model.task; default: what the base does"
     )

@@ -159,7 +159,7 @@ def _train(options: argparse.Namespace) -> None:
     if options.config is None:
         run = parse(RunConfig, apply_overrides(_run_of_flags(options), options.overrides))
     else:
-        run = load_run_config(options.config, options.overrides)
+        run = load_run_config(options.config, options.overrides, head=options.head)
     # Imported here because it takes seconds: a mistyped key has been reported by now.
     if options.dry_run:
         from harmonic_sft.training.preview import dry_run
@@ -225,7 +225,6 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
         {
             "model": {"base": options.model, "task": task},
             "head": head,
-            "h_exp": -12.0 if head == "dist" and task in CLASSIFICATION else None,
             "data": data,
             "training": {
                 "output_dir": options.output or f"runs/{base}-{head}",

@@ -321,7 +321,7 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
         (["train"], "train: error: expected a file, or --model and --dataset, got neither"),
         (["train", "--model", "x"], "expected --model and --dataset together, got one of them"),
         (["train", "demo", "--model", "x", "--dataset", "y"], "a file or --model, got both: demo"),
-        (["train", "demo", "--head", "linear"], "--head beside --model, got it beside a file"),
+        (["train", "demo", "--task", "causal_lm"], "--task beside --model, got it beside a file"),
     ],
 )
 def test_arguments_that_a_command_does_not_take_are_refused(arguments, message, capsys):
@@ -348,7 +348,7 @@ LOAD = "harmonic_sft.training.run_config.load_run_config"
 
 
 def raising(error):
-    def broken(*_):
+    def broken(*_, **__):
         raise error
 
     return broken
@@ -374,7 +374,7 @@ def test_commands_for_one_process_are_refused_to_several(words, monkeypatch, cap
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_process_tells_what_it_does(rank, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(LOAD, lambda *_: 1 / 0)
+    monkeypatch.setattr(LOAD, lambda *_, **__: 1 / 0)
     assert main(["train", "x.yaml"]) == 1
     assert logging.getLogger("harmonic_sft").isEnabledFor(logging.INFO) == (rank == "0")
 
@@ -440,7 +440,7 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(
     folder.mkdir()
     (folder / "run.yaml").touch()
     run = SimpleNamespace(output_dir=folder, model=SimpleNamespace(base="x"))
-    monkeypatch.setattr(LOAD, lambda *_: run)
+    monkeypatch.setattr(LOAD, lambda *_, **__: run)
     monkeypatch.setattr("harmonic_sft.training.run.train", raising(error))
     assert main(["train", "x.yaml"]) == 1
     line = capsys.readouterr().err

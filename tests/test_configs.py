@@ -59,8 +59,10 @@ OTHER_ARMS = [path for path in FILES if "training.output_dir=" in path.read_text
 @pytest.mark.parametrize("path", OTHER_ARMS, ids=lambda path: path.stem)
 def test_the_other_arm_of_a_header_can_be_started(path):
     header = re.sub(r"^# ?", "", path.read_text().split("model:")[0], flags=re.M)
-    words = re.search(r"'?head=.*? training\.output_dir=[\w/]+", header, re.S)[0]
-    run = load_run_config(path, shlex.split(words))
+    words = re.search(r"('?head=|--head ).*? training\.output_dir=[\w/]+", header, re.S)[0]
+    overrides = shlex.split(words)
+    head = overrides[1] if overrides[0] == "--head" else None
+    run = load_run_config(path, overrides[2 * bool(head) :], head=head)
     assert run.output_dir.name.startswith(path.stem.removesuffix("_dist"))
     assert run.head != load_run_config(path).head
 

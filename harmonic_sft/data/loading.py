@@ -47,7 +47,13 @@ from harmonic_sft.data.row_maker import (
     tokenize_table,
     unigram_counts,
 )
-from harmonic_sft.data.sections import DataConfig, MaskConfig, Source, check_label_settings
+from harmonic_sft.data.sections import (
+    DataConfig,
+    EvalConfig,
+    MaskConfig,
+    Source,
+    check_label_settings,
+)
 from harmonic_sft.data.sources import (
     Documents,
     GivenSource,
@@ -149,31 +155,25 @@ def load_data(
         is_causal = task == "causal_lm"
         masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
     eval_config = replace(config, weight_column=None)  # evaluations do not weigh
-    open_fn = functools.partial(_open, tokenizer=tokenizer, task=task)
-    opened = [
-        open_fn(eval_config if eval_only else config, source, f"data.sources.{index}", index)
-        for index, source in enumerate(config.sources)
-    ]
-    # Rows of all sources have the same columns.
-    scored = any(maker.read.row_format not in ("text", *LABELED.values()) for _, maker in opened)
-    opened = [(documents, replace(maker, scored=scored)) for documents, maker in opened]
+    sources = {f"data.sources.{index}": source for index, source in enumerate(config.sources)}
+    open_fn = functools.partial(_open_all, tokenizer=tokenizer, task=task)
+    opened = open_fn(eval_config if eval_only else config, sources)
     collator: Collator = collate_padding_free
     if not config.padding_free:
         collator = PaddingCollator(
             pad_token_id=tokenizer.pad_token_id, pad_to_multiple_of=config.pad_to_multiple_of
         )
-    if masker is not None and config.sources[0].streaming:
-        return _streamed_data(opened, config, masker, collator, seed)
-    rows, bad_rows = _table_rows(opened, config)
-    eval_rows = rows
+    eval_rows, bad_rows = None, BadRows()
     if not eval_only and config.eval.source is not None:
-        number = len(config.sources)
-        eval_source = open_fn(eval_config, config.eval.source, "data.eval.source", number)
-        eval_rows, eval_bad_rows = _table_rows([eval_source], config)
-        bad_rows.merge(eval_bad_rows)
-    elif not eval_only:
-        count = config.eval.documents
-        rows, eval_rows = split_table(rows, eval_documents=count, seed=config.eval.seed)
+        place = {"data.eval.source": config.eval.source}
+        eval_opened = open_fn(eval_config, place, first=len(sources))
+        eval_rows, bad_rows = _table_rows(eval_opened, config)
+    if masker is not None and config.sources[0].streaming:
+        return _streamed_data(opened, config, masker, collator, seed, eval_rows, bad_rows)
+    rows, train_bad_rows = _table_rows(opened, config)
+    bad_rows.merge(train_bad_rows)
+    if eval_rows is None:
+        rows, eval_rows = (rows, rows) if eval_only else split_table(rows, config.eval)
     held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
     duplicates, trained = Duplicates(), None
     if not eval_only:
@@ -213,8 +213,13 @@ def _streamed_data(
     masker: RowLabels,
     collator: Collator,
     seed: int,
+    eval_rows: datasets.Dataset | None,
+    bad_rows: BadRows,
 ) -> LoadedData:
-    """Read the sources in as many logical streams as all of them have shards for."""
+    """Read the sources in as many logical streams as all of them have shards for.
+
+    Without `eval_rows` of another place these are taken from the streams.
+    """
     count = min(config.streams, *(most_streams(documents) for documents, _ in opened))
     weights = [source.weight for source in config.sources if source.weight is not None]
     for documents, maker in opened:
@@ -241,9 +246,10 @@ def _streamed_data(
         )
         for number in range(count)
     ]
-    unfinished, eval_rows = split_streams(streams, eval_documents=config.eval.documents)
+    count = config.eval.documents if eval_rows is None else 0
+    unfinished, first_rows = split_streams(streams, eval_documents=count)
+    eval_rows = first_rows if eval_rows is None else eval_rows
     held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
-    bad_rows = BadRows()
     for stream in streams:
         stream.held_out = held_out
         bad_rows.merge(stream.bad_rows)
@@ -313,7 +319,7 @@ def _masked_item(masker: RowLabels, is_packed: bool, members: Members) -> dict[s
 
 
 def split_table(
-    rows: datasets.Dataset, *, eval_documents: int, seed: int
+    rows: datasets.Dataset, held_out: EvalConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Keep documents chosen by the seed for evaluation; the rows of one stand together.
 
@@ -322,9 +328,9 @@ def split_table(
     """
     numbers = document_numbers(rows)
     num_documents = int(numbers[-1]) + 1
-    if num_documents <= eval_documents:
-        raise _too_few(num_documents, eval_documents)
-    chosen = permutation("eval split", (seed,), num_documents)[:eval_documents]
+    if num_documents <= held_out.documents:
+        raise _too_few(num_documents, held_out.documents)
+    chosen = permutation("eval split", (held_out.seed,), num_documents)[: held_out.documents]
     in_eval = np.isin(numbers, chosen)  # [rows]
     return rows.select(np.flatnonzero(~in_eval)), rows.select(np.flatnonzero(in_eval))
 
@@ -428,6 +434,18 @@ def _open(
         skip=config.on_bad_row == "skip",
     )
     return documents, maker
+
+
+def _open_all(
+    config: DataConfig, sources: Mapping[str, Source], *, first: int = 0, **options: Any
+) -> list[tuple[Documents, RowMaker]]:
+    """Open sources by their places, numbered from `first`; rows of all have the same columns."""
+    opened = [
+        _open(config, source, place, number, **options)
+        for number, (place, source) in enumerate(sources.items(), first)
+    ]
+    scored = any(maker.read.row_format not in ("text", *LABELED.values()) for _, maker in opened)
+    return [(documents, replace(maker, scored=scored)) for documents, maker in opened]
 
 
 def _format_of(row: Row, config: DataConfig, source: Source, *, name: str, task: str) -> Format:

@@ -75,7 +75,7 @@ class EvalConfig:
         "stand in one held-out document; exact copies always leave",
     )
     source: Source | None = Field(
-        default=None, description="classification: evaluate on all rows of this place instead"
+        default=None, description="evaluate on all documents of this place instead"
     )
 
 

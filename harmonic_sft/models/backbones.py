@@ -259,7 +259,8 @@ def load_base(
     is_masked = any(name.endswith(masked) for name in config.architectures or [])
     if is_masked and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         with torch.device("meta"), no_init_weights():
-            left_out = layers_of_head(MODEL_FOR_MASKED_LM_MAPPING[type(config)](config))
+            whole_class: Any = MODEL_FOR_MASKED_LM_MAPPING[type(config)]
+            left_out = layers_of_head(whole_class(config))
     return base._replace(labels=labels, origin=origin, pooling=pooling, left_out=left_out)
 
 

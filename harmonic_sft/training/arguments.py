@@ -163,9 +163,8 @@ class HarmonicTrainingArguments(TrainingArguments):
     # HfArgumentParser takes the second of these, and would leave text out without the last.
     unfreeze: int | str | list[str] | dict[str, Any] | None = _ours(
         "unfreeze",
-        1,
-        "A number of blocks from the top, or patterns of parameter names of the backbone. "
-        "Source: NeoBERT recipe, block 27 of 28.",
+        more="A number of blocks from the top, or patterns of parameter names of the backbone. "
+        "Default: 1, with a peft_config 0. Source: NeoBERT recipe, block 27 of 28.",
     )
     head: dict[str, Any] | str | None = _ours(
         "head",
@@ -174,8 +173,9 @@ class HarmonicTrainingArguments(TrainingArguments):
     )
     h_exp: float | str | dict[str, Any] | None = _ours(
         "h_exp",
-        more="Default: {'start': -12, 'end': -4}, or nothing for a head without an exponent; a "
-        "model that keeps its head keeps its exponent. Source: Baek et al. 2025, "
+        more="Default: {'start': -12, 'end': -4}, for a classifier -12, or nothing for a head "
+        "without an exponent; a model that keeps its head keeps its exponent. We recommend -12: "
+        "annealing made losses worse (docs/results.md). Source: Baek et al. 2025, "
         "arXiv:2502.01628, and NeoBERT recipe.",
     )
     loss: dict[str, Any] | str | Loss | None = _ours(
@@ -331,7 +331,7 @@ class HarmonicTrainingArguments(TrainingArguments):
             head, own_h_exp = _sections_of(own_head)
             h_exp = h_exp or own_h_exp
         unfreeze: Any = self.unfreeze
-        if not isinstance(unfreeze, Mapping):
+        if not isinstance(unfreeze, Mapping | None):
             patterns = [unfreeze] if isinstance(unfreeze, str) else unfreeze
             is_number = isinstance(unfreeze, int)
             unfreeze = {"last_blocks": unfreeze} if is_number else {"patterns": patterns}
@@ -360,6 +360,8 @@ class HarmonicTrainingArguments(TrainingArguments):
             *section, last = key.split(".")
             node = config[section[0]] if section else config
             node[last] = settled[name] if name in settled else vars(self)[name]
+        if unfreeze is None:
+            del config["model"]["unfreeze"]
         return parse(RunConfig, fill_recipe(config))
 
     def _changed_fields(self) -> dict[str, Any]:

@@ -145,6 +145,13 @@ def show_closing_table(results: dict[str, Any]) -> None:
         rows.append((f"{item} frequencies alone", f"{results['unigram_loss']:.2f}", *[None] * 6))
     title = f"{results['run']}: {PREDICTED[task]} of the evaluation split"
     _show_metrics(title, rows)
+    best = results["final"].get("post_hoc_loss", results["final"]["loss"])
+    if results["unigram_loss"] is not None and best >= results["unigram_loss"]:
+        logger.warning(
+            "%s: after training it predicts no better than frequencies alone, at any temperature. "
+            "It needs more steps, more trained blocks, another learning rate or another base.",
+            results["run"],
+        )
     if before := results["neighbors_before"]:
         after = results["neighbors_after"]
         neighbors = [(word, " ".join(before[word]), " ".join(after[word])) for word in before]
@@ -163,10 +170,13 @@ def show_next_steps(folder: Path, task: str) -> None:
     model_class, quoted = MODELS[task].__name__, shlex.quote(str(folder))
     logger.info(
         "Load:      from harmonic_sft import %s; model = %s.from_pretrained(%r)\n"
+        "           from transformers import AutoTokenizer; tokenizer = "
+        "AutoTokenizer.from_pretrained(%r)\n"
         "Evaluate:  harmonic-sft eval %s data=FILE\n"
         "Publish:   harmonic-sft push %s --repo-id OWNER/NAME",
         model_class,
         model_class,
+        str(folder),
         str(folder),
         quoted,
         quoted,

@@ -108,6 +108,29 @@ def test_streamed_file_has_the_rows_and_masks_of_the_table(tokenizer, path, whol
     assert stream.fill_rate is None
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_documents_of_another_place_are_evaluated_on(tokenizer, path, write, streaming):
+    copy_of_one = " ".join(f"word{8 * j % 200}" for j in range(9))
+    elsewhere = ["word100 word101 word102", "word103 word104", copy_of_one]
+    other = Source(path=write([{"text": text} for text in elsewhere]))
+    source = Source(path=path, streaming=streaming)
+    data = load(tokenizer, source, eval=EvalConfig(source=other), context_length=16)
+    texts, trained = (
+        [
+            tokenizer.decode(ids[1:-1])
+            for ids in originals(itertools.islice(rows, 3 * NUM_DOCUMENTS))
+        ]
+        for rows in (data.eval, data.train)
+    )
+    assert texts == elsewhere
+    assert len(data.held_out.fingerprints) == 3
+    assert copy_of_one not in trained
+    assert " ".join(f"word{9 * j % 200}" for j in range(10)) in trained
+    row = {"prompt": "word1", "completion": "word2 word3"}
+    prompted = {"source": {"path": write([row], "prompted.jsonl")}}
+    assert "scored" in load(tokenizer, source, eval=prompted).eval.rows.column_names
+
+
 def numbered(first, count):
     """Text of consecutive words, without a 13-gram in common with that of other words."""
     return " ".join(f"word{number}" for number in range(first, first + count))

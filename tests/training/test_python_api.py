@@ -42,6 +42,7 @@ from harmonic_sft import (
     train,
 )
 from harmonic_sft.config import read_yaml
+from harmonic_sft.models import HEADS
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.preparation import task_of
@@ -488,10 +489,13 @@ def test_a_collator_that_cannot_take_text_is_told_of_it(texts, make, tokenizer):
 
 def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, make):
     lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["dist_head"])
-    trainer = make(arguments(unfreeze=0), peft_config=lora)
+    trainer = make(arguments(), peft_config=lora)
     trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
     assert len([name for name in trained if "lora_A" in name]) == 3
+    assert all("lora_" in name or name.startswith("dist_head.") for name in trained)
     trainer.train()
+    names = dict(make(arguments("both", unfreeze=1), peft_config=lora).model.named_parameters())
+    assert any(p.requires_grad and "layer.2.output" in name for name, p in names.items())
     with pytest.raises(
         ValueError, match=r"peft_config: expected no more than .* got \['use_dora'\]"
     ):
@@ -738,6 +742,25 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
             search(name, [value])
     with pytest.raises(ValueError, match=r"hp_space.lr: expected .* Did you mean 'learning_rate'"):
         search("lr", [1e-3])
+
+
+def test_the_exponent_of_a_classifier_is_held_by_default(texts, arguments, make):
+    labelled = texts.add_column("label", ["a", "b"] * (len(texts) // 2))
+    config = make(arguments(label_column="label"), train_dataset=labelled).run_config
+    assert (config.h_exp.start, config.h_exp.end) == (-12.0, -12.0)
+
+
+def test_a_head_of_a_script_is_trained(arguments, make, tiny_base, tmp_path, monkeypatch):
+    class OwnHead(DistLayer):
+        def settings(self):
+            return {**super().settings(), "name": "own"}
+
+    monkeypatch.setitem(HEADS, "own", OwnHead)
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), head={"name": "own", "h_exp": -10.0})
+    trainer = make(arguments(h_exp=-10.0), model=model)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    assert isinstance(HarmonicForMaskedLM.from_pretrained(tmp_path / "saved").dist_head, OwnHead)
 
 
 def test_a_classifier_needs_labels_and_an_encoder(tiny_base, causal_base, texts, arguments, make):

@@ -7,7 +7,12 @@ import torch
 
 from harmonic_sft.results import write_results
 from harmonic_sft.training.memory import GIB
-from harmonic_sft.training.report import compare_runs, show_estimate, show_metrics
+from harmonic_sft.training.report import (
+    compare_runs,
+    show_closing_table,
+    show_estimate,
+    show_metrics,
+)
 from harmonic_sft_cli import main
 
 
@@ -183,3 +188,12 @@ def test_an_estimate_is_compared_with_the_gpu_that_is_there(gib, said, caplog, m
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     show_estimate({"weights": gib * GIB}, batch="8 rows")
     assert caplog.messages[-1].startswith(f"{said} 80 GiB of NVIDIA H100, with 1 GiB")
+
+
+@pytest.mark.parametrize(("unigrams", "is_said"), [(4.0, True), (4.1, False), (None, False)])
+def test_a_model_that_knows_no_more_than_frequencies_is_named(unigrams, is_said, caplog):
+    results = {**run("a", "x"), "unigram_loss": unigrams, "neighbors_before": {}}
+    results |= {"train_seconds": 1.0, "tokens_per_second": 1.0, "peak_memory_bytes": 1}
+    results["config"]["model"] = {"task": "masked_lm"}
+    show_closing_table(results)
+    assert ("a: after training it predicts no better than frequencies" in caplog.text) == is_said

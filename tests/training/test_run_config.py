@@ -7,7 +7,7 @@ import pytest
 from transformers import TrainingArguments
 
 from harmonic_sft import HEADS
-from harmonic_sft.config import read_yaml
+from harmonic_sft.config import parse, read_yaml
 from harmonic_sft.training.run_config import (
     HExpConfig,
     RunConfig,
@@ -40,6 +40,25 @@ def test_the_demo_is_that_recipe_on_a_small_base():
     assert demo.data.mask == plan.data.mask
     for key in ("learning_rate", "adam_beta1", "adam_beta2", "weight_decay", "max_grad_norm"):
         assert demo.training[key] == plan.training[key]
+
+
+def test_another_head_brings_its_loss_and_exponent():
+    linear = load_run_config(DEMO, head="linear")
+    assert (linear.head.name, linear.h_exp, linear.loss.name) == ("linear", None, "cross_entropy")
+    held = load_run_config(CONFIGS / "demo_constant.yaml", ["head.eps=1e-5"], head="dist")
+    assert (held.head.model_extra["eps"], held.h_exp.end, held.loss.name) == (1e-5, -12, "harmonic")
+    with pytest.raises(ValueError, match=r"head.name: expected one of \['linear', .* got 'dits'"):
+        load_run_config(DEMO, head="dits")
+
+
+def test_lora_alone_trains_beside_the_head():
+    text = {**read_yaml(DEMO), "training": {"output_dir": "runs/x"}}
+    del text["model"]["unfreeze"]
+    assert parse(RunConfig, {**text, "peft": {"r": 4}}).model.unfreeze.last_blocks == 0
+    assert parse(RunConfig, text).model.unfreeze.last_blocks == 1
+    assert (
+        load_run_config(DEMO, ["peft={r: 4}"]).model.unfreeze.last_blocks == 1
+    )  # as the file says
 
 
 def test_the_comparison_runs_differ_in_one_thing():
