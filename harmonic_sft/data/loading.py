@@ -367,6 +367,8 @@ def split_streams(
         if num_held >= eval_documents:
             break
     if not waiting and eval_documents:
+        if not num_held:
+            next(streams[0].rows(None))  # raises, and says what is wrong with the rows
         raise _too_few(num_held, eval_documents)
     return waiting or list(streams), rows_table(rows)  # reading streams without rows raises
 

@@ -230,7 +230,8 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
     if head.bias is not None and not has_bias:
         raise ValueError(
             f"head: expected one without a bias, since {type(native).__name__} has no place for "
-            f"it, got {model.dist_head.settings()}. Off the unit sphere a distance needs one"
+            f"it, got {model.dist_head.settings()}. A linear head may go without, bias: "
+            "false; a distance off the unit sphere needs one"
         )
     num_classes, hidden_size = head.weight.shape
     output = nn.Linear(hidden_size, num_classes, bias=has_bias, dtype=native.base_model.dtype)

@@ -159,6 +159,18 @@ class HarmonicTrainer(ResumableTrainer):
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
         check_optimizer(built, optimizers[0], is_given=is_given)
         config = preparation.config
+        if (
+            args.h_exp is None
+            and config.h_exp is not None
+            and config.h_exp.start != config.h_exp.end
+        ):
+            logger.warning(
+                "h_exp goes from %g to %g, as in the recipe. Held, h_exp=%s, losses were lower in "
+                "our comparisons (docs/results.md).",
+                config.h_exp.start,
+                config.h_exp.end,
+                config.h_exp.start,
+            )
         self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
         patience = args.early_stopping_patience
         stopping = [] if patience is None else [EarlyStopping(patience)]

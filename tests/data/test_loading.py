@@ -237,6 +237,13 @@ def test_a_source_of_bad_rows_alone_says_what_is_wrong_with_the_first(tokenizer,
         next(iter(load(tokenizer, source, **settings).train))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_without_a_token_is_blank(tokenizer, write, streaming):
+    source = Source(path=write([{"text": "\x00\x01"}] * 9), streaming=streaming)
+    with pytest.raises(ValueError, match="expected documents with text, got only blank or bad"):
+        load(tokenizer, source)
+
+
 def test_fewer_logical_streams_may_be_asked_for(tokenizer, tmp_path):
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("word1\nword2\nword3\n")

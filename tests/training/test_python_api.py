@@ -744,6 +744,14 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
         search("lr", [1e-3])
 
 
+@pytest.mark.parametrize(("h_exp", "is_said"), [(None, True), (-12.0, False)])
+def test_the_annealing_of_the_recipe_is_said(arguments, make, caplog, h_exp, is_said):
+    make(arguments(h_exp=h_exp))
+    assert (
+        "h_exp goes from -12 to -4, as in the recipe. Held, h_exp=-12.0," in caplog.text
+    ) == is_said
+
+
 def test_the_exponent_of_a_classifier_is_held_by_default(texts, arguments, make):
     labelled = texts.add_column("label", ["a", "b"] * (len(texts) // 2))
     config = make(arguments(label_column="label"), train_dataset=labelled).run_config
