@@ -94,13 +94,14 @@ class PushCallback(TrainerCallback):
                 except Exception as error:
                     self._warn(folder, error)
 
-        self._pushing = Thread(target=send, name="push")
+        # A daemon: one that was given up must not hold the interpreter's end.
+        self._pushing = Thread(target=send, name="push", daemon=True)
         self._pushing.start()
 
     def finish(self) -> None:
         """Wait for the last push."""
         if self._pushing.is_alive():
-            logger.info("Waiting for the push of a checkpoint; Ctrl-C gives it up.")
+            logger.warning("Waiting for the push of a checkpoint; Ctrl-C gives it up.")
             self._pushing.join()
 
     def _warn(self, folder: Path, error: Exception) -> None:

@@ -75,6 +75,7 @@ from harmonic_sft.training.output_folder import (
 )
 from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
+from harmonic_sft.training.publishing import finish_pushes
 from harmonic_sft.training.stream_place import StreamPlace
 
 logger = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class ResumableTrainer(Trainer):
 
     @contextmanager
     def at_work(self) -> Generator[None]:
-        """Keep others out of the output folder and name silent processes.
+        """Keep others out of the output folder, name silent processes, and wait for pushes.
 
         Raises:
             ValueError: Another process trains in the folder.
@@ -159,7 +160,10 @@ class ResumableTrainer(Trainer):
         is_main = PartialState().is_main_process  # it alone writes, so its lock is enough
         lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
         with lock, naming_silent_peers(self.args):
-            yield
+            try:
+                yield
+            finally:
+                finish_pushes(self.callback_handler.callbacks)
 
     def train(
         self,

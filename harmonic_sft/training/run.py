@@ -49,7 +49,6 @@ from harmonic_sft.training.output_folder import (
 from harmonic_sft.training.publishing import (
     PushCallback,
     destination_of,
-    finish_pushes,
     push_run,
 )
 from harmonic_sft.training.report import (
@@ -250,26 +249,22 @@ def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, Any]:
     """
     # So that dropout is the same whether the first evaluation was made now or read.
     set_seed(trainer.args.seed)
-    try:
-        if checkpoint is not None:
-            logger.info("Continuing from %s", checkpoint)
-        elif all_checkpoints(trainer.run_config.output_dir):
-            logger.warning("No checkpoint is whole: the run starts again from its first step.")
-        seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
-        is_short = trainer.state.global_step < trainer.state.max_steps
-        if is_short and trainer.is_stopped_early:
-            logger.info("Early stopping ended the run after step %d.", trainer.state.global_step)
-        elif is_short:
-            raise StoppedError(
-                f"training: expected {trainer.state.max_steps} steps, got "
-                f"{trainer.state.global_step}: a signal or a callback ended it. The same command "
-                "with resume=true continues from the last checkpoint"
-            )
-        trainer.save_model()  # before the evaluation, which may be interrupted
-        final = _evaluation_of_last_step(trainer) or evaluate(trainer, "final")
-    except BaseException:
-        finish_pushes(trainer.callback_handler.callbacks)
-        raise
+    if checkpoint is not None:
+        logger.info("Continuing from %s", checkpoint)
+    elif all_checkpoints(trainer.run_config.output_dir):
+        logger.warning("No checkpoint is whole: the run starts again from its first step.")
+    seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
+    is_short = trainer.state.global_step < trainer.state.max_steps
+    if is_short and trainer.is_stopped_early:
+        logger.info("Early stopping ended the run after step %d.", trainer.state.global_step)
+    elif is_short:
+        raise StoppedError(
+            f"training: expected {trainer.state.max_steps} steps, got "
+            f"{trainer.state.global_step}: a signal or a callback ended it. The same command "
+            "with resume=true continues from the last checkpoint"
+        )
+    trainer.save_model()  # before the evaluation, which may be interrupted
+    final = _evaluation_of_last_step(trainer) or evaluate(trainer, "final")
     speed = None
     if seconds:
         resumed_at = trainer._initial_num_input_tokens_seen

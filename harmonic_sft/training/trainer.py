@@ -641,11 +641,6 @@ class HarmonicTrainer(ResumableTrainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Do nothing: `PushCallback` pushes checkpoints in the form that the Hub gets from us."""
 
-    def _finish_current_push(self) -> None:
-        """Wait at the end of the training for pushes of checkpoints."""
-        if self.args.push_to_hub:
-            finish_pushes(self.callback_handler.callbacks)
-
 
 def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
     """Refuse rows of which `dataloader_drop_last` leaves no batch."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from safetensors import SafetensorError
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from harmonic_sft.hub import Destination, check_destination
 from harmonic_sft.training import publishing
@@ -84,6 +84,32 @@ def test_a_push_on_its_way_is_waited_for_when_training_stops(pushed_run, monkeyp
     with pytest.raises(StoppedError):
         train(pushed_run)
     assert sent == [3]
+
+
+def test_a_trainer_that_fails_waits_for_a_push_on_its_way(make, arguments, monkeypatch, caplog):
+    sent, stopped = [], threading.Event()
+
+    def upload(*_):
+        stopped.wait()
+        time.sleep(0.2)
+        sent.append(threading.current_thread().daemon)
+
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 3:
+                stopped.set()
+                raise OSError("a failure")
+
+    for name in ("read_trained", "stage"):
+        monkeypatch.setattr(publishing, name, lambda *_: None)
+    monkeypatch.setattr(publishing, "upload", upload)
+    monkeypatch.setattr("harmonic_sft.training.trainer.check_destination", lambda _: None)
+    hub = {"push_to_hub": True, "hub_model_id": "me/mine", "hub_strategy": "every_save"}
+    trainer = make(arguments(save_strategy="steps", save_steps=2, **hub), callbacks=[Failing()])
+    with pytest.raises(OSError, match="a failure"):
+        trainer.train()
+    assert sent == [True]  # one that is given up must not hold the interpreter's end
+    assert "Waiting for the push" in caplog.text
 
 
 def test_a_trainer_that_has_waited_pushes_again(monkeypatch):
