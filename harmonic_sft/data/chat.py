@@ -241,9 +241,10 @@ def _time_limit() -> Generator[None]:
     def stop(*_: object) -> None:
         raise TimeoutError
 
+    timer = signal.getitimer(signal.ITIMER_REAL)
     before = signal.signal(signal.SIGALRM, stop)
-    timer = signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
     try:
+        signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)  # of the caller, if one was set

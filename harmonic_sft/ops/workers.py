@@ -57,8 +57,8 @@ class Workers:
 def cpu_workers() -> Generator[Workers]:
     """Give as many workers as PyTorch may use cores, and keep every operation to one core."""
     count = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
+        torch.set_num_threads(1)
         if count > 1 and count not in _POOLS:
             _POOLS[count] = ThreadPoolExecutor(count, "tiles", _prepare_thread)
         yield Workers(count)

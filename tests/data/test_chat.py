@@ -307,6 +307,21 @@ def test_a_template_that_loops_is_stopped(merges, monkeypatch):
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
+def test_an_interrupt_as_the_limit_is_set_leaves_no_alarm(monkeypatch):
+    before, set_timer = signal.getsignal(signal.SIGALRM), signal.setitimer
+
+    def interrupted(which, seconds, interval=0.0):
+        set_timer(which, seconds, interval)
+        if seconds:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(signal, "setitimer", interrupted)
+    with pytest.raises(KeyboardInterrupt), chat._time_limit():
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
 def test_first_token_that_every_row_gets_is_left_out(merges):
     tokenizer = with_template(merges, "{{ bos_token }}" + CHATML)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

@@ -38,6 +38,21 @@ def restored_threads():
     torch.set_num_threads(count)
 
 
+def test_an_interrupt_as_the_threads_are_taken_leaves_their_number(restored_threads, monkeypatch):
+    count, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+
+    def interrupted(number):
+        set_num_threads(number)
+        if number == 1:
+            raise KeyboardInterrupt
+
+    assert count > 1
+    monkeypatch.setattr(torch, "set_num_threads", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert torch.get_num_threads() == count
+
+
 @pytest.mark.usefixtures("restored_threads")
 @pytest.mark.parametrize("fixed", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3])
