@@ -31,8 +31,8 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
     if args.world_size == 1:
         yield
         return
-    # transformers 5.23 does not set the timeout on CPUs; torch has no public way to set it later.
-    distributed.distributed_c10d._set_pg_timeout(args.ddp_timeout_delta)
+    # transformers 5.23 does not set the timeout on CPUs.
+    distributed.distributed_c10d._get_default_group().set_timeout(args.ddp_timeout_delta)
     ended, behind = threading.Event(), []
     threading.Thread(target=_watch, args=(args, ended, behind), daemon=True).start()
     try:

@@ -1,8 +1,10 @@
 """Which processes are named, and when: with a clock and a store of the test's own."""
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import distributed
 
 from harmonic_sft.training import peers
@@ -46,3 +48,15 @@ def test_a_process_that_is_behind_is_named_early_and_seldom(
     assert behind == ([1] if expected else [])
     waited = [int(text.split("waited for ")[1].split()[0]) for text in caplog.messages]
     assert waited == [seconds + 1 for seconds in expected]
+
+
+def test_the_timeout_holds_for_the_processes_that_accelerate_connected(monkeypatch):
+    monkeypatch.setattr(peers, "_watch", lambda *args: None)
+    limit = timedelta(seconds=30)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with peers.naming_silent_peers(SimpleNamespace(world_size=2, ddp_timeout_delta=limit)):
+            backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
+            assert backend.options._timeout == limit
+    finally:
+        distributed.destroy_process_group()
