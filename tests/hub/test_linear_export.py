@@ -182,6 +182,7 @@ def test_a_soft_cap_that_the_target_has_not_is_told(causal_base, tmp_path):
 @torch.no_grad()
 def test_weights_that_blocks_share_are_exported_with_each_of_them(tmp_path):
     options = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
+    options["use_mamba_kernels"] = False  # transformers 5.10 would refuse a CPU
     decoders.save_decoder("zamba", tmp_path / "base", **options)
     model = HarmonicForCausalLM.from_base(str(tmp_path / "base"), head=HEADS["linear without bias"])
     model.save_pretrained(tmp_path / "model")

@@ -129,7 +129,8 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(tmp_path):
         ("llama4_text", "expected a decoder whose body stands apart from its head, got a Llama4F"),
         ("mamba", "expected a decoder with a cache of keys and values"),
         ("modernbert-decoder", "expected logits of one linear layer"),
-        ("rembert", "expected logits of one linear layer"),  # another one, of another width
+        # Another one, of another width. In transformers 5.17 its tokens see those behind them.
+        ("rembert", "expected (logits of one linear layer|a decoder, got)"),
     ],
 )
 def test_what_is_no_decoder_with_a_linear_head_is_refused(tmp_path, model_type, message):

@@ -109,6 +109,7 @@ def test_a_decoder_generates_as_the_full_one_does(tmp_path, cache_repo):
 
 def test_a_weight_that_blocks_share_is_completed_under_each_of_its_names(tmp_path, cache_repo):
     options = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2}
+    options["use_mamba_kernels"] = False  # transformers 5.10 would refuse a CPU
     cache_repo("me/base", save_decoder("zamba", tmp_path / "base", **options))
     model = HarmonicForCausalLM.from_base("me/base")
     shared = "layers.1.shared_transf.feed_forward.up_proj.weight"
