@@ -257,7 +257,7 @@ def load_base(
     left_out: Sequence[str] = ()
     masked = ("ForMaskedLM", "ForPreTraining")
     is_masked = any(name.endswith(masked) for name in config.architectures or [])
-    if is_masked and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+    if is_masked and not is_ours and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         with torch.device("meta"), no_init_weights():
             whole_class: Any = MODEL_FOR_MASKED_LM_MAPPING[type(config)]
             left_out = layers_of_head(whole_class(config))
@@ -274,7 +274,7 @@ def layers_of_head(model: PreTrainedModel) -> list[str]:
         {
             name.rpartition(".")[0]
             for name, parameter in model.named_parameters()
-            if id(parameter) not in body and len(parameter) != model.config.vocab_size
+            if id(parameter) not in body and parameter.shape[:1] != (model.config.vocab_size,)
         }
     )
 

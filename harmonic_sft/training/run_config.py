@@ -392,8 +392,8 @@ class RunConfig:
     @classmethod
     def _train_lora_alone(cls, settings: Any) -> Any:
         """With LoRA train no block as a whole, unless the settings say so."""
-        if isinstance(settings, dict) and settings.get("peft") and "model" in settings:
-            model = settings["model"]
+        if isinstance(settings, dict) and settings.get("peft") is not None:
+            model = settings.get("model")
             if isinstance(model, dict) and "unfreeze" not in model:
                 return {**settings, "model": {**model, "unfreeze": {"last_blocks": 0}}}
         return settings
@@ -484,7 +484,7 @@ def load_run_config(
     data = read_yaml(path)
     if head is not None:
         h_exp = data.get("h_exp") if head == "dist" else None
-        data = fill_recipe({"model": {}, **data, "head": head, "h_exp": h_exp, "loss": None})
+        data = fill_recipe({**data, "head": head, "h_exp": h_exp, "loss": None})
     data = apply_overrides(data, overrides)
     if isinstance(training := data.get("training"), dict):
         data["training"] = {"output_dir": str(Path("runs", Path(path).stem)), **training}
@@ -500,7 +500,8 @@ def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
     head, h_exp = settings.get("head") or "dist", settings.get("h_exp")
     names = [head, *(section.get("name") for section in heads_in(head))]
     if h_exp is None and "dist" in names:  # a classifier loses by annealing: docs/results.md
-        is_classifier = settings["model"].get("task") in CLASSIFICATION
+        model = settings.get("model")
+        is_classifier = isinstance(model, dict) and model.get("task") in CLASSIFICATION
         h_exp = -12.0 if is_classifier else {"start": -12.0, "end": -4.0}
     loss = settings.get("loss") or ("cross_entropy" if h_exp is None else "harmonic")
     return {**settings, "head": _as_section(head), "h_exp": h_exp, "loss": _as_section(loss)}

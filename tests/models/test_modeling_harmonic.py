@@ -51,9 +51,12 @@ def test_layers_that_go_with_the_old_head_are_named(bases, tmp_path, caplog):
         f"base {bases / 'bert'}: its own head also has {layers}, which are left out" in caplog.text
     )
     model.save_pretrained(tmp_path / "ours")  # which has none
+    for name in ("cosine", "rotation"):
+        own = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": name})
+        own.save_pretrained(tmp_path / name)
     AutoModel.from_pretrained(bases / "bert").save_pretrained(tmp_path / "body")
     caplog.clear()
-    for name in ("ours", "body"):
+    for name in ("ours", "cosine", "rotation", "body"):
         HarmonicForMaskedLM.from_base(tmp_path / name)
     assert "own head" not in caplog.text
     with pytest.raises(

@@ -42,19 +42,23 @@ def test_the_demo_is_that_recipe_on_a_small_base():
         assert demo.training[key] == plan.training[key]
 
 
-def test_another_head_brings_its_loss_and_exponent():
+def test_another_head_brings_its_loss_and_exponent(tmp_path):
     linear = load_run_config(DEMO, head="linear")
     assert (linear.head.name, linear.h_exp, linear.loss.name) == ("linear", None, "cross_entropy")
     held = load_run_config(CONFIGS / "demo_constant.yaml", ["head.eps=1e-5"], head="dist")
     assert (held.head.model_extra["eps"], held.h_exp.end, held.loss.name) == (1e-5, -12, "harmonic")
     with pytest.raises(ValueError, match=r"head.name: expected one of \['linear', .* got 'dits'"):
         load_run_config(DEMO, head="dits")
+    (tmp_path / "run.yaml").write_text("model: bert-base-uncased\n")
+    with pytest.raises(ValueError, match="model: expected a mapping, got 'bert-base-uncased'"):
+        load_run_config(tmp_path / "run.yaml", head="dist")
 
 
 def test_lora_alone_trains_beside_the_head():
     text = {**read_yaml(DEMO), "training": {"output_dir": "runs/x"}}
     del text["model"]["unfreeze"]
-    assert parse(RunConfig, {**text, "peft": {"r": 4}}).model.unfreeze.last_blocks == 0
+    for peft in ({"r": 4}, {}):  # the latter has all defaults
+        assert parse(RunConfig, {**text, "peft": peft}).model.unfreeze.last_blocks == 0
     assert parse(RunConfig, text).model.unfreeze.last_blocks == 1
     assert (
         load_run_config(DEMO, ["peft={r: 4}"]).model.unfreeze.last_blocks == 1
