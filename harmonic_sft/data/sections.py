@@ -138,6 +138,11 @@ class DataConfig:
             raise ValueError("padding_free: expected no pad_to_multiple_of beside it, got one")
         return self
 
+    @property
+    def eval_sources(self) -> list[Source]:
+        """Where the documents come from that are evaluated on."""
+        return self.sources if self.eval.source is None else [self.eval.source]
+
 
 def check_label_settings(config: DataConfig) -> None:
     """Refuse settings of masked text, which would have no effect on labeled rows.

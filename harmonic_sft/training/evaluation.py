@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from glob import glob
@@ -329,8 +329,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         check_label_settings(data_config)
     tokenizer = _tokenizer(folder)
     keys = {override.split("=")[0] for override in overrides}
-    gives_sources = any(key == "data" or key.startswith("data.sources") for key in keys)
-    eval_only = gives_sources and not any(key.startswith("data.eval") for key in keys)
+    eval_only = _gives_sources(keys) and not any(key.startswith("data.eval") for key in keys)
     seed = training.get("seed", 42)
     data = _load(task, config, tokenizer, data_config, seed=seed, eval_only=eval_only)
     ancestors = check_unseen(folder, data, data_config)
@@ -347,6 +346,10 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         batch_size=training["per_device_eval_batch_size"],
         ancestors=ancestors,
     )
+
+
+def _gives_sources(keys: Collection[str]) -> bool:
+    return any(key == "data" or key.startswith("data.sources") for key in keys)
 
 
 def _sources_of(config: DataConfig) -> list[Source]:
@@ -389,7 +392,7 @@ def check_unseen(folder: Path, data: LoadedData, config: DataConfig) -> list[Anc
         ValueError: One of them is known not to have held out some of the documents.
     """
     names = data.held_out.fingerprints
-    ancestors = lineage(str(folder), names, to_plain(config)["sources"])
+    ancestors = lineage(str(folder), names, [to_plain(s) for s in config.eval_sources])
     if sentence := seen_by(ancestors, len(names)):
         raise ValueError(
             f"eval: expected documents that no model was trained on, got others: {sentence}. "
@@ -514,6 +517,8 @@ def _settings(
         )
     saved = _run_settings(folder)
     sources = saved["data"]["sources"] if saved else []
+    if saved and _gives_sources(keys) and not any(k.startswith("data.eval.source") for k in keys):
+        saved["data"]["eval"]["source"] = None  # of the run, which is not asked about
     settings = apply_overrides(saved, [_written_out(override, sources) for override in overrides])
     if "data" not in settings:
         raise ValueError(

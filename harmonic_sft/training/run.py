@@ -331,7 +331,8 @@ def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
 def _held_out(ready: Ready, duplicates: Duplicates) -> dict[str, Any]:
     """Return what the results say of the held-out documents; warn if a base was trained on them."""
     run, held_out = ready.trainer.run_config, ready.data.held_out
-    ancestors = lineage(_base(run), held_out.fingerprints, to_plain(run.data)["sources"])
+    sources = [to_plain(source) for source in run.data.eval_sources]
+    ancestors = lineage(_base(run), held_out.fingerprints, sources)
     if sentence := seen_by(ancestors, len(held_out.fingerprints)):
         logger.warning("The evaluation does not count: %s that it is made on.", sentence)
     return {

@@ -65,6 +65,20 @@ def test_other_data_are_scored_whole(run_copy, other, tmp_path, caplog, capsys):
     assert all((line["loss"] is None) == (line["tokens"] == 0) for line in lines)
 
 
+def test_a_validation_file_of_the_run_is_left_where_other_data_are_given(run_copy, other, tmp_path):
+    valid = tmp_path / "valid.txt"
+    valid.write_text("za zb zc zd ya yb yc yd xa xb xc xd\n" * 7)
+    run = read_run(run_copy)
+    write_run(run_copy / "run.yaml", run, {"data": {"eval": {"source": {"path": str(valid)}}}})
+    (run_copy / "results" / "trained_documents.npy").unlink()  # as of a stream
+    found = evaluate_folder(run_copy, [CPU])
+    assert found["documents"] == 7
+    # The run's stream may hold any document, but not those of another place.
+    assert found["data"]["held_out"]["lineage"][0]["verdict"] == "unknown"
+    words = [f"data={other}", "data.eval.documents=9", CPU]
+    assert evaluate_folder(run_copy, words)["documents"] == 9
+
+
 def test_other_data_have_the_column_and_the_format_of_the_run(run_copy, other, tmp_path):
     run = read_run(run_copy)
     source = run["data"]["sources"][0] | {"column": "body", "format": "text"}
