@@ -174,8 +174,8 @@ class HarmonicTrainingArguments(TrainingArguments):
     h_exp: float | str | dict[str, Any] | None = _ours(
         "h_exp",
         more="Default: {'start': -12, 'end': -4}, for a classifier -12, or nothing for a head "
-        "without an exponent; a model that keeps its head keeps its exponent. We recommend -12: "
-        "annealing made losses worse (docs/results.md). Source: Baek et al. 2025, "
+        "without an exponent; a model that keeps its head keeps its exponent. We recommend to "
+        "hold it, at -24 or -12 (docs/results.md, Other exponents). Source: Baek et al. 2025, "
         "arXiv:2502.01628, and NeoBERT recipe.",
     )
     loss: dict[str, Any] | str | Loss | None = _ours(
