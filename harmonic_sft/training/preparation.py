@@ -108,7 +108,7 @@ class Preparation:
             )
         self.model, self.args, self._is_stream = model, args, is_stream
         if isinstance(model, HarmonicHeadModel) and args.loss is None:
-            has_own_loss |= not model.loss_fn.__module__.startswith("harmonic_sft.")
+            has_own_loss |= not str(model.loss_fn.__module__).startswith("harmonic_sft.")
         self._has_own_loss = has_own_loss
         self._peft = as_peft_config(peft_config)
         self._format = formatting_func
