@@ -41,7 +41,7 @@ def test_every_recipe_learns_and_can_be_loaded(make_causal_yaml, tmp_path, recip
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert type(model) is HarmonicForCausalLM
     stops = model.generation_config.eos_token_id
-    assert stops in (2, [2, 2])  # transformers before 5.18 writes it twice
+    assert stops in (2, [2], [2, 2])  # transformers before 5.18 writes a list
     assert "use_cache" not in json.loads((tmp_path / "run" / "config.json").read_text())
     evaluated = evaluate_folder(tmp_path / "run")
     assert evaluated["final"]["loss"] == pytest.approx(results["final"]["loss"], rel=1e-5)
