@@ -6,8 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from scipy import stats
 
 from experiments.__main__ import main as experiments
 from harmonic_sft import load_run_config
@@ -140,6 +142,22 @@ def test_the_table_of_a_family_shows_what_was_measured(family, again):
             expected.append(f"{mean:.{digits}f} \u00b1 {half_width:.{digits}f}")
         page = ROOT / "experiments" / "README.md"
         assert cells(page, f"`{row['name']}`{again}")[:5] == expected
+
+
+def test_the_gains_of_steeper_exponents_are_those_measured():
+    rows = json.loads((ROOT / "docs" / "family_exponents.json").read_text())["rows"]
+    losses = {row["name"]: row["metrics"]["post_hoc_loss"]["values"] for row in rows}
+    readme = " ".join(README.read_text().split())
+    section = (ROOT / "docs" / "results.md").read_text().split("### Other exponents")[1]
+    pairs = [("dist_h24", "dist_harmonic"), ("dist_h48", "dist_harmonic")]
+    pairs += [(row, "linear_ce") for row in ("dist_harmonic", "dist_h24", "dist_h48")]
+    for row, against in pairs:
+        differences = np.subtract(losses[row], losses[against])
+        interval = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+        half_width = (interval.high - interval.low) / 2
+        assert f"{differences.mean():+.3f} \u00b1 {half_width:.3f}" in section
+        if row == "dist_h24":
+            assert f"{abs(differences.mean()):.3f} \u00b1 {half_width:.3f}" in readme
 
 
 @pytest.mark.parametrize("figure", ["2", "4", "6", "7", "10", "12"])
