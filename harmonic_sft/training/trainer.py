@@ -326,9 +326,8 @@ class HarmonicTrainer(ResumableTrainer):
         batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
-        num_tokens = sum(
-            batch.pop("num_tokens", 0) for batch in batches
-        )  # a user's loader has none
+        # A user's loader has none.
+        num_tokens = sum(batch.pop("num_tokens", 0) for batch in batches)
         if self.args.world_size > 1:
             counted = torch.tensor([[num_tokens, self._termination.received]], device=device)
             num_tokens, num_signals = self.accelerator.gather(counted).sum(0).tolist()
