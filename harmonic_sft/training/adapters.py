@@ -163,7 +163,8 @@ def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
 
     `PeftModel.from_pretrained` puts them on `from_base` of the same class of model, base, dtype and
     head settings. Where parts trained in float32 on a bfloat16 body it needs
-    `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise. Every
+    `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise, and then
+    `torch_device` too, since PEFT loads on a GPU that it sees. Every
     target is a full name, which begins with `model.backbone`: on the base as others load it, PEFT
     finds none of them and says so.
     """

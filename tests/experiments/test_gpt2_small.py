@@ -31,7 +31,7 @@ def test_both_heads_are_tuned_and_compared(tmp_path):
         assert run["rate"] == min(run["rates"], key=lambda pair: pair[1])[0]
         assert all(map(math.isfinite, run["test"]))
     linear, distance = (found["runs"][arm]["test"] for arm in ("linear", "distance"))
-    means = [sum(losses) / 3 for losses in (distance, linear)]
+    means = [sum(losses) / 4 for losses in (distance, linear)]
     assert found["difference"]["mean"] == pytest.approx(means[0] - means[1])
 
 

@@ -311,7 +311,8 @@ def test_lora_that_fits_nothing_is_refused(tiny_base, lora, message):
 def put_on_base(adapter, base, dtype=torch.float32):
     model = HarmonicForMaskedLM.from_base(str(base), dtype=dtype)
     # Without it PEFT rounds float32 blocks to the dtype of the body.
-    return PeftModel.from_pretrained(model, str(adapter), low_cpu_mem_usage=True)
+    place = {"low_cpu_mem_usage": True, "torch_device": str(model.device)}
+    return PeftModel.from_pretrained(model, str(adapter), **place)
 
 
 def save(model, folder):

@@ -214,7 +214,11 @@ def test_arguments_are_replaced():
         arguments = arguments_with(**given)
         again = dataclasses.replace(arguments, max_steps=2)
         found, expected = (config_of(one).training for one in (again, arguments))
-        assert found | {"report_to": []} == expected | {"report_to": [], "max_steps": 2}
+        # transformers writes into the arguments themselves what they say of reporters and the CPU.
+        for settings in (found, expected):
+            settings["report_to"] = []
+            settings.pop("dataloader_pin_memory", None)
+        assert found == expected | {"max_steps": 2}
 
 
 def test_the_parser_of_transformers_and_reporters_read_them():
