@@ -40,6 +40,7 @@ from harmonic_sft.models import (
     NeoBERTModel,
     PowerHead,
     RotationHead,
+    TransformHead,
     VonMisesFisherHead,
     build_head,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "RotationHead",
     "RunConfig",
     "SumLoss",
+    "TransformHead",
     "VonMisesFisherHead",
     "WassersteinLoss",
     "build_head",

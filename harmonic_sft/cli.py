@@ -194,10 +194,15 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration for --model and --dataset: the NeoBERT recipe."""
     from harmonic_sft.config import apply_overrides
     from harmonic_sft.models import max_positions
-    from harmonic_sft.models.backbones import check_supported
+    from harmonic_sft.models.backbones import check_supported, has_transform
     from harmonic_sft.training.loading import MODELS, load_base_config
     from harmonic_sft.training.preparation import task_of
-    from harmonic_sft.training.run_config import CLASSIFICATION, ModelConfig, fill_recipe
+    from harmonic_sft.training.run_config import (
+        CLASSIFICATION,
+        ModelConfig,
+        behind_transform,
+        fill_recipe,
+    )
 
     model = apply_overrides({"model": {"base": options.model}}, options.overrides)["model"]
     if not isinstance(model, dict) or not isinstance(model.get("base"), str):
@@ -212,7 +217,9 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
             f"--task: expected one of {list(MODELS)}, got nothing, and a {config.model_type} with "
             f"architectures {config.architectures} does not say which"
         ) from error
-    head = options.head or "dist"
+    name = options.head or "dist"
+    has_layers = task == "masked_lm" and has_transform(config, config.architectures)
+    head = behind_transform(name) if has_layers else name
     base = options.model.rstrip("/").split("/")[-1].removeprefix("package:")
     data = {
         "sources": [{"path": options.dataset}],
@@ -227,7 +234,7 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
             "head": head,
             "data": data,
             "training": {
-                "output_dir": options.output or f"runs/{base}-{head}",
+                "output_dir": options.output or f"runs/{base}-{name}",
                 "num_train_epochs": 1.0,
             },
         }

@@ -230,6 +230,7 @@ def settings_of_a_run(text: Path, base: Path, output_dir: Path) -> dict:
         },
         "schedule": {"warmup_ratio": 0.2, "decay_ratio": 0.4},
         "neighbors": ["aa", "bb"],
+        "check_base": False,  # of random weights
     }
 
 
@@ -307,7 +308,7 @@ def causal_settings(shared):
         data = settings_of_a_run(text, base, output_dir)
         data["model"]["task"] = "causal_lm"
         data["data"]["context_length"] = 16
-        return data | {"neighbors": ["w5"], "check_base": False}  # of random weights
+        return data | {"neighbors": ["w5"]}
 
     return settings
 

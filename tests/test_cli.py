@@ -193,7 +193,14 @@ def test_a_run_without_a_file_is_the_recipe(runs, tiny_base):
     [run] = runs
     recipe = load_run_config(ROOT / "configs" / "neobert.yaml")
     assert (run.model.base, run.model.task) == (str(tiny_base), "masked_lm")
-    assert (run.head, run.loss, run.schedule) == (recipe.head, recipe.loss, recipe.schedule)
+    recipe_head = {key: value for key, value in recipe.head_settings().items() if key != "h_exp"}
+    assert run.head.name == "transform"  # BERT's own layers stay
+    assert recipe_head.items() >= run.head_settings()["inner"].items() - {("h_exp", -12.0)}
+    assert (run.head.init, run.loss, run.schedule) == (
+        recipe.head.init,
+        recipe.loss,
+        recipe.schedule,
+    )
     assert (run.h_exp.start, run.h_exp.end) == (-12.0, -8.0)
     assert run.data.mask == recipe.data.mask
     assert run.model.unfreeze.last_blocks == recipe.model.unfreeze.last_blocks
@@ -247,7 +254,7 @@ def test_a_base_that_is_not_supported_is_asked_for_no_task(kind, tmp_path, capsy
 @pytest.mark.parametrize(
     ("flags", "head", "loss"),
     [
-        (["--head", "linear"], {"name": "linear", "init": "input_embeddings"}, "cross_entropy"),
+        (["--head", "linear"], {"name": "transform", "inner": {"name": "linear"}}, "cross_entropy"),
         (["--task", "causal_lm"], {"name": "dist", "init": "input_embeddings"}, "harmonic"),
         (
             ["--task", "sequence_classification"],
@@ -260,7 +267,8 @@ def test_a_run_without_a_file_takes_every_head_and_task(flags, head, loss, runs,
     given = ["--model", f"{tiny_base}/", "--dataset", "a.jsonl", "--output", "runs/y"]
     assert main(["train", *given, *flags]) == 0
     [run] = runs
-    assert to_plain(run)["head"].items() >= head.items()
+    found = to_plain(run)["head"]
+    assert {key: found[key] for key in head} == head
     assert run.loss.name == loss
     assert str(run.output_dir) == "runs/y"
     assert RunConfig is type(run)
@@ -290,7 +298,7 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
         ("compare", str(tmp_path / "damaged")): f"error: {results}: expected config, steps, before",
         ("train", 300 * "x"): "error: config file: expected a file or a shipped configuration",
         ("data", str(tmp_path / "mine")): f"error: {tmp_path / 'mine'}: expected",
-        ("train", *flags, "--head", "dits"): "error: head.name: expected",
+        ("train", *flags, "--head", "dits"): "error: head.inner.name: expected",
         ("train", *flags, "--task", "mlm"): "error: model.task: expected",
         ("train", *flags, "model=x"): "error: model: expected a base beside --model, got 'x'",
         ("train", str(DEMO), "training.output_dir=~nobody9/x"): (

@@ -29,7 +29,7 @@ from harmonic_sft.eval.word_similarity import (
 from harmonic_sft.models import (
     HarmonicHeadModel,
     HarmonicLanguageModel,
-    RotationHead,
+    MappedHead,
     max_positions,
 )
 
@@ -285,8 +285,8 @@ def _shape(subject: Subject) -> Rows:
         hubs = geometry.hubness(prototypes)
         compared = min(count, geometry.NUM_ROWS)
         yield from _rows("geometry", "prototypes", hubs, n=compared, note=OF_HUBS)
-    if isinstance(head, RotationHead):  # its prototypes lie in the frame of the rotated states
-        states = head.rotate(states).detach()
+    if isinstance(head, MappedHead):  # its prototypes are compared with mapped states
+        states = head.mapped(states).detach()
     value = geometry.class_center_alignment(states, labels, prototypes)
     metric, count = "class-center alignment", len(labels)
     yield _row("geometry", HELD_OUT, metric, value, better="higher", n=count)

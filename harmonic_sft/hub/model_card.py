@@ -28,6 +28,7 @@ HEAD_KINDS = {
     "l2": "a head of squared distances",
     "power": "a head of powers of dot products",
     "rotation": "a learned rotation before its output head",
+    "transform": "the base's dense layer and norm before its output head",
     "multi_head": "a mean of several softmaxes",
 }
 MAX_LOG_ROWS = 12

@@ -21,7 +21,7 @@ from .head import (
     MixtureLogits,
     check_prototypes,
 )
-from .heads import HEADS, MultiHead, RotationHead, build_head
+from .heads import HEADS, MappedHead, MultiHead, RotationHead, TransformHead, build_head
 from .linear_heads import CosineHead, L2Head, LinearHead, PowerHead, VonMisesFisherHead
 from .modeling_backbone import HarmonicHeadModel, HarmonicModel
 from .modeling_harmonic import (
@@ -66,6 +66,7 @@ __all__ = [
     "LazyLogits",
     "LinearHead",
     "LossFunction",
+    "MappedHead",
     "MixtureLogits",
     "MultiHead",
     "NeoBERTConfig",
@@ -73,6 +74,7 @@ __all__ = [
     "NeoBERTModel",
     "PowerHead",
     "RotationHead",
+    "TransformHead",
     "VonMisesFisherHead",
     "base_of",
     "build_head",

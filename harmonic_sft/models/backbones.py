@@ -19,6 +19,7 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,6 +33,7 @@ from transformers.utils import CONFIG_NAME, cached_file, logging
 from .configuration_harmonic import quantization_method
 from .configuration_neobert import NeoBERTConfig
 from .head import Head
+from .heads import TransformHead
 from .linear_heads import LinearHead
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 
@@ -53,8 +55,15 @@ OFFSET_POSITIONS = (
 TWO_MORE_POSITIONS = ("mra", "nystromformer", "yoso")
 UNBOUNDED = 2**31 - 1  # positions of a backbone that has none, such as BLOOM
 # Weights that published checkpoints have and their models do not use: buffers, a table that
-# DeBERTa's have without using it, and a copy of the embeddings (mDeBERTa).
-UNUSED = ("position_ids", ".position_embeddings.weight", ".word_embeddings._weight")
+# DeBERTa's have without using it, a copy of the embeddings (mDeBERTa), and the layer of BERT's
+# next-sentence task.
+UNUSED = (
+    "position_ids",
+    ".position_embeddings.weight",
+    ".word_embeddings._weight",
+    ".seq_relationship.weight",
+    ".seq_relationship.bias",
+)
 QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
 # Fields of a decoder's configuration that change its dot products before they are logits: factors,
 # each being the field's value to this power, and a soft cap. `_check_decoder` runs the model to
@@ -114,7 +123,9 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
         )
     finally:
         logging.set_verbosity(verbosity)
-    own = {key.split(".")[0] for key in model.state_dict()}
+    # Published decoders have buffers in their bodies that are not used any more, such as GPT-2's.
+    parts = [model] if model_class is AutoModelForCausalLM else [model, model.base_model]
+    own = {key.split(".")[0] for part in parts for key in part.state_dict()}
     prefix = f"{model.base_model_prefix}."
     unused = {
         key
@@ -211,7 +222,8 @@ def load_base(
     Args:
         name: A folder or a name on the Hub; also one of our own checkpoints.
         revision: A revision on the Hub.
-        head_class: What loads a checkpoint of its own kind with the head; None leaves heads alone.
+        head_class: What loads a checkpoint of its own kind with the head; None leaves heads alone,
+            also those of transformers' own models.
         dtype: The backbone's dtype.
         dropout: Probability of every dropout of the backbone; None is the base's own.
         is_causal: Load a decoder, with the head that it was published with.
@@ -245,6 +257,8 @@ def load_base(
     elif is_causal and not is_ours:
         model = load_checked(AutoModelForCausalLM, name, **options)
         base = base_of(model, dtype=dtype, is_causal=True, name=name)
+    elif architecture == "HarmonicForMaskedLM" and (model := _load_masked(name, options)):
+        base = base_of(model, dtype=dtype, is_causal=False, name=name)
     else:
         base = _as_base(name, load_backbone(name, **options), dtype)
     origin = {
@@ -254,14 +268,41 @@ def load_base(
     }
     labels = list((config.id2label or {}).values())
     pooling = config.pooling if is_ours and base.head is not None else None
-    left_out: Sequence[str] = ()
-    masked = ("ForMaskedLM", "ForPreTraining")
-    is_masked = any(name.endswith(masked) for name in config.architectures or [])
-    if is_masked and not is_ours and type(config) in MODEL_FOR_MASKED_LM_MAPPING:
-        with torch.device("meta"), no_init_weights():
-            whole_class: Any = MODEL_FOR_MASKED_LM_MAPPING[type(config)]
-            left_out = layers_of_head(whole_class(config))
-    return base._replace(labels=labels, origin=origin, pooling=pooling, left_out=left_out)
+    return base._replace(labels=labels, origin=origin, pooling=pooling)
+
+
+def _is_masked(config: PreTrainedConfig, architectures: Iterable[str] | None) -> bool:
+    """Whether a checkpoint is said to be a masked model of transformers, with its head."""
+    kinds = ("ForMaskedLM", "ForPreTraining")
+    is_masked = any(kind.endswith(kinds) for kind in architectures or [])
+    return is_masked and type(config) in MODEL_FOR_MASKED_LM_MAPPING
+
+
+def has_transform(config: PreTrainedConfig, architectures: Iterable[str] | None) -> bool:
+    """Whether a base has a head with a dense layer and a norm before its output layer.
+
+    Args:
+        config: The base's.
+        architectures: Names of the classes that its checkpoint is of.
+    """
+    if config.model_type == "harmonic":
+        return config.head.get("name") == "transform"
+    if not _is_masked(config, architectures):
+        return False
+    with torch.device("meta"), no_init_weights():
+        model_class: Any = MODEL_FOR_MASKED_LM_MAPPING[type(config)]
+        return isinstance(_masked_head(model_class(config)), TransformHead)
+
+
+def _load_masked(name: str, options: dict[str, Any]) -> PreTrainedModel | None:
+    """Load a masked model of transformers, None if the checkpoint is not a whole one."""
+    config = options["config"]
+    if not _is_masked(config, config.architectures):
+        return None
+    try:
+        return load_checked(AutoModelForMaskedLM, name, **options)
+    except ValueError:  # its body may be whole; if not, whoever loads that says so
+        return None
 
 
 def layers_of_head(model: PreTrainedModel) -> list[str]:
@@ -298,8 +339,10 @@ def base_of(
     """
     name = name or type(model).__name__
     check_supported(name, model.config, is_causal=is_causal)
+    _check_dtype(model.config, dtype)
     settle_quantized_(model)
-    head = generation_config = None
+    head: Head | None = None
+    generation_config, is_masked = None, False
     if is_causal:
         if model.base_model is not model:
             head = old_head(model)
@@ -309,15 +352,14 @@ def base_of(
                 f"base {name}: expected a decoder whose body stands apart from its head, got a "
                 f"{type(model).__name__}"
             )
-        weight = next(model.parameters())
-        if weight.device.type != "meta" and not isinstance(weight, FakeTensor):
+        if _has_values(model):
             _check_decoder(model, head, name)
-    elif isinstance(model, NeoBERTForMaskedLM):
-        head = LinearHead(model.config.hidden_size, model.config.vocab_size)
-        head.load_state_dict(model.get_submodule("decoder").state_dict())
-    body = cast("PreTrainedModel", model.base_model)
+    elif is_masked := type(model).__name__.endswith(("ForMaskedLM", "WithLMHeadModel")):
+        head = _masked_head(model)
+    body: Any = model.base_model
+    if without_pooler(model.config) and getattr(body, "pooler", None) is not None:
+        body.pooler = None  # as the body is built when it is loaded again
     base = _as_base(name, body, dtype, head, generation_config)
-    is_masked = type(model).__name__.endswith("ForMaskedLM")
     return base._replace(left_out=layers_of_head(model) if is_masked else ())
 
 
@@ -349,12 +391,16 @@ def _as_base(
 ) -> Base:
     """Check and cast a backbone, and drop its local path, which nobody may publish."""
     check_embeddings(name, backbone)
-    if backbone.config.model_type == "fnet" and dtype != torch.float32:
-        raise ValueError(f"dtype: expected float32 for the Fourier transforms of FNet, got {dtype}")
+    _check_dtype(backbone.config, dtype)
     cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
     backbone.config.name_or_path = ""
     origin = {"base_dtype": str(dtype).removeprefix("torch."), "dtype": dtype}
     return Base(name, backbone, head, [], origin, generation_config)
+
+
+def _check_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    if config.model_type == "fnet" and dtype != torch.float32:
+        raise ValueError(f"dtype: expected float32 for the Fourier transforms of FNet, got {dtype}")
 
 
 def copy_head_(head: Head, base: Base) -> None:
@@ -513,6 +559,65 @@ def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -
             f"base {name}: expected logits of one linear layer, a factor and a soft cap at most, "
             f"got a {kind}, which does more between its hidden states and its logits"
         )
+
+
+@torch.no_grad()
+def _masked_head(model: PreTrainedModel) -> Head | None:
+    """Return the head of a masked model, in float32, as one of ours with the same logits.
+
+    It is a `LinearHead`, or one in a `TransformHead`; None where its logits show that there is
+    more to it.
+    """
+    config, output = model.config, model.get_output_embeddings()
+    if not isinstance(output, nn.Linear) or output.in_features != config.hidden_size:
+        return None
+    linear, layers = old_head(model), [model.get_submodule(n) for n in layers_of_head(model)]
+    dense = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    norms = [layer for layer in layers if isinstance(layer, nn.LayerNorm)]
+    heads: list[Head] = [linear] if not layers else []
+    if len(layers) == 2 and dense and norms and dense[0].out_features == config.hidden_size:
+        # Which one is used stands in the code of each model.
+        fields = ("classifier_activation", "hidden_act", "activation")
+        names = [getattr(config, field) for field in fields if hasattr(config, field)]
+        heads = [
+            _with_transform(linear, dense[0], norms[0], activation)
+            for activation in dict.fromkeys([*names, "gelu"])
+        ]
+    if not heads or not _has_values(model):
+        return next(iter(heads), None)
+    model.eval()
+    rows = torch.arange(8, device=model.device).view(1, 8) * 7 % config.vocab_size
+    native = model(input_ids=rows).logits
+    states = model.base_model(input_ids=rows).last_hidden_state.flatten(0, 1)
+    best = min(heads, key=lambda head: torch.dist(head(states).view_as(native), native).item())
+    tolerance = 0.01 if native.dtype == torch.float32 else 0.05
+    return None if _differ(best(states).view_as(native), native, tolerance) else best
+
+
+def _with_transform(
+    linear: LinearHead, dense: nn.Linear, norm: nn.LayerNorm, activation: str
+) -> TransformHead:
+    vocab_size, hidden_size = linear.weight.shape
+    head = TransformHead(
+        hidden_size,
+        vocab_size,
+        inner=linear.settings(),
+        activation=activation,
+        bias=dense.bias is not None,
+        norm_bias=norm.bias is not None,
+        norm_eps=norm.eps,
+    ).to(linear.weight.device)
+    weights = {f"inner.{name}": weight for name, weight in linear.state_dict().items()}
+    weights |= {f"dense_{name}": weight for name, weight in dense.state_dict().items()}
+    weights |= {f"norm_{name}": weight for name, weight in norm.state_dict().items()}
+    head.load_state_dict(weights)
+    return head
+
+
+def _has_values(model: PreTrainedModel) -> bool:
+    """Whether a model is neither on the meta device nor made of fake tensors."""
+    weight = next(model.parameters())
+    return weight.device.type != "meta" and not isinstance(weight, FakeTensor)
 
 
 def _differ(found: Tensor, expected: Tensor, tolerance: float) -> bool:

@@ -1,11 +1,13 @@
 """Heads around other heads, and all output heads by name."""
 
+from abc import abstractmethod
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.utils.generic import maybe_autocast
 
 from .dist_layer import DistLayer, check_metric
@@ -151,7 +153,131 @@ class MultiHead(OuterHead, SphereHead):
         return unit_rows(at_least_float32(slices)).view_as(vectors)
 
 
-class RotationHead(OuterHead):
+class MappedHead(OuterHead):
+    """A head around another one, which sees hidden states after a map of their own.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        inner: `{"name": ..., fields...}` of the head behind the map.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, inner: dict[str, Any]):
+        super().__init__()
+        self.inner = build_head(inner, hidden_size=hidden_size, vocab_size=vocab_size)
+        self.scaled_by_h_exp = self.inner.scaled_by_h_exp
+
+    @abstractmethod
+    def mapped(self, hidden_states: Tensor) -> Tensor:
+        """Return what the inner head sees of `[N, D]`, in float32 or better, under no autocast."""
+
+    @property
+    def prototypes(self) -> Tensor:
+        """The inner head's prototypes, `[V, D]`: what mapped hidden states are compared with."""
+        return self.inner.prototypes
+
+    def lazy_logits(self, hidden_states: Tensor) -> LazyLogits | None:
+        """Return the inner head's lazy logits of the mapped hidden states `[N, D]`."""
+        return self.inner.lazy_logits(self.mapped(hidden_states))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the inner head's logits `[N, V]` of the mapped hidden states `[N, D]`."""
+        return self.inner(self.mapped(hidden_states))
+
+    def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        """Return the inner head's loss `[N]`, in nats, of the mapped hidden states `[N, D]`."""
+        return self.inner.nll(self.mapped(hidden_states), labels)
+
+    def initialize_(self, embeddings: Tensor) -> Self:
+        """Copy `embeddings` `[V, D]` into the inner head's prototypes; the map stays as it is."""
+        self.inner.initialize_(embeddings)
+        return self
+
+    def renormalize_(self) -> None:
+        """Bring the inner head's prototypes back to where it defines them."""
+        self.inner.renormalize_()
+
+
+class TransformHead(MappedHead):
+    """Another head behind a dense layer, an activation and a norm, as masked models have them.
+
+    BERT, RoBERTa, ModernBERT and others were trained with these layers before their output layer;
+    a new head on such a base starts far better behind them than without. On a base of this kind
+    their weights and all fields but `inner` are the base's; otherwise they are drawn.
+
+    Args:
+        hidden_size: D.
+        vocab_size: V.
+        inner: `{"name": ..., fields...}` of the head behind them; default: linear, as the base's.
+        activation: A name that transformers knows.
+        bias: The dense layer has one.
+        norm_bias: The norm has one.
+        norm_eps: Added to the variance by the norm.
+
+    Source:
+        Devlin et al. 2019, BERT, arXiv:1810.04805, `get_masked_lm_output` of the released code;
+        without biases Warner et al. 2024, ModernBERT, arXiv:2412.13663.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        inner: dict[str, Any] | None = None,
+        activation: str = "gelu",
+        bias: bool = True,
+        norm_bias: bool = True,
+        norm_eps: float = 1e-12,
+    ):
+        super().__init__(hidden_size, vocab_size, inner or {"name": "linear"})
+        if activation not in ACT2FN:
+            raise ValueError(
+                f"transform activation: expected one of {sorted(ACT2FN)}, got {activation!r}"
+            )
+        self.activation, self.norm_eps = activation, norm_eps
+        # Plain parameters: whatever adapts or quantizes linear layers leaves a head alone.
+        self.dense_weight = nn.Parameter(torch.empty(hidden_size, hidden_size, dtype=torch.float32))
+        self.norm_weight = nn.Parameter(torch.empty(hidden_size, dtype=torch.float32))
+        self.dense_bias = nn.Parameter(torch.empty_like(self.norm_weight)) if bias else None
+        self.norm_bias = nn.Parameter(torch.empty_like(self.norm_weight)) if norm_bias else None
+        self._draw()
+
+    def mapped(self, hidden_states: Tensor) -> Tensor:
+        """Return the norm of the activated dense layer of each row of `[N, D]`."""
+        with maybe_autocast(hidden_states.device.type, enabled=False):
+            states = at_least_float32(hidden_states)
+            weight, scale = (w.to(states.dtype) for w in (self.dense_weight, self.norm_weight))
+            biases = (self.dense_bias, self.norm_bias)
+            bias, shift = (None if b is None else b.to(states.dtype) for b in biases)
+            states = ACT2FN[self.activation](F.linear(states, weight, bias))
+            return F.layer_norm(states, scale.shape, scale, shift, self.norm_eps)
+
+    def reset_parameters(self) -> None:
+        """Draw the inner head and the dense layer again, and set the norm to its start."""
+        super().reset_parameters()
+        self._draw()
+
+    def _draw(self) -> None:
+        init.normal_(self.dense_weight, std=len(self.dense_weight) ** -0.5)
+        init.ones_(self.norm_weight)
+        for bias in (self.dense_bias, self.norm_bias):
+            if bias is not None:
+                init.zeros_(bias)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the name and the fields of this head, with the settings of the inner one."""
+        return {
+            "name": "transform",
+            "activation": self.activation,
+            "bias": self.dense_bias is not None,
+            "norm_bias": self.norm_bias is not None,
+            "norm_eps": self.norm_eps,
+            "inner": self.inner.settings(),
+        }
+
+
+class RotationHead(MappedHead):
     """Another head, on hidden states turned by a learned orthogonal matrix R.
 
     R is the Cayley transform (I + A / 2) (I - A / 2)^-1 of a skew-symmetric A, as in torch. A is
@@ -173,11 +299,7 @@ class RotationHead(OuterHead):
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, *, inner: dict[str, Any] | None = None):
-        super().__init__()
-        self.inner = build_head(
-            inner or {"name": "cosine"}, hidden_size=hidden_size, vocab_size=vocab_size
-        )
-        self.scaled_by_h_exp = self.inner.scaled_by_h_exp
+        super().__init__(hidden_size, vocab_size, inner or {"name": "cosine"})
         self.skew = nn.Parameter(torch.zeros(hidden_size, hidden_size, dtype=torch.float32))
 
     @property
@@ -191,37 +313,11 @@ class RotationHead(OuterHead):
         # The matrix is never singular, and `solve` would halt a GPU to check that.
         return torch.linalg.solve_ex(identity - half, identity + half).result
 
-    @property
-    def prototypes(self) -> Tensor:
-        """The inner head's prototypes, `[V, D]`: what rotated hidden states are compared with."""
-        return self.inner.prototypes
-
-    def rotate(self, hidden_states: Tensor) -> Tensor:
-        """Return R x for each row x of `[N, D]`, in float32 or better, whatever autocast says."""
+    def mapped(self, hidden_states: Tensor) -> Tensor:
+        """Return R x for each row x of `[N, D]`."""
         with maybe_autocast(hidden_states.device.type, enabled=False):
             hidden_states = at_least_float32(hidden_states)
             return F.linear(hidden_states, self.rotation.to(hidden_states.dtype))
-
-    def lazy_logits(self, hidden_states: Tensor) -> LazyLogits | None:
-        """Return the inner head's lazy logits of the rotated hidden states `[N, D]`."""
-        return self.inner.lazy_logits(self.rotate(hidden_states))
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return the inner head's logits `[N, V]` of the rotated hidden states `[N, D]`."""
-        return self.inner(self.rotate(hidden_states))
-
-    def nll(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return the inner head's loss `[N]`, in nats, of the rotated hidden states `[N, D]`."""
-        return self.inner.nll(self.rotate(hidden_states), labels)
-
-    def initialize_(self, embeddings: Tensor) -> Self:
-        """Copy `embeddings` `[V, D]` into the inner head's prototypes; R stays as it is."""
-        self.inner.initialize_(embeddings)
-        return self
-
-    def renormalize_(self) -> None:
-        """Bring the inner head's prototypes back to where it defines them."""
-        self.inner.renormalize_()
 
     def reset_parameters(self) -> None:
         """Draw the inner head again and set R to I."""
@@ -254,6 +350,7 @@ HEADS: dict[str, type[Head]] = {
     "l2": L2Head,
     "power": PowerHead,
     "rotation": RotationHead,
+    "transform": TransformHead,
     "multi_head": MultiHead,
 }
 

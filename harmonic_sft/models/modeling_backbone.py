@@ -34,7 +34,7 @@ from .backbones import (
 from .configuration_harmonic import HarmonicConfig, quantization_method
 from .document_attention import document_arguments
 from .head import Head, at_least_float32, check_prototypes, find_not_finite, keep_precision
-from .heads import build_head, check_class, resized_head
+from .heads import TransformHead, build_head, check_class, resized_head
 from .objective import LossFunction, mean_token_loss, negative_log_likelihood
 from .partial_checkpoint import (
     BLOCKS_FILE,
@@ -446,6 +446,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         head = {"name": "dist"} if head is None else head
         if not isinstance(head, dict):
             raise ValueError(f"head: expected {{'name': ..., fields...}}, got {head!r}")
+        own = base.head if head.get("name") == "transform" else None
+        if isinstance(own, TransformHead):
+            head = {**own.settings(), "inner": head.get("inner") or {"name": "linear"}}
         config = HarmonicConfig(
             text_config=base.backbone.config,
             head=head,
@@ -458,6 +461,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             copy_head_(model.dist_head, base)
         elif embeddings is not None:
             model.dist_head.initialize_(embeddings)
+        if isinstance(own, TransformHead):
+            weights = {k: w for k, w in own.state_dict().items() if not k.startswith("inner.")}
+            model.dist_head.load_state_dict(weights, strict=False)
         model.config.head = model.dist_head.settings()
         if model.config.tie_word_embeddings:
             model._prepare_tied_embeddings()

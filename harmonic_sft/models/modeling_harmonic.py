@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple, logging
 from .backbones import CACHE, Base, load_base, take_cache, trains
 from .configuration_harmonic import HarmonicConfig
 from .head import at_least_float32
+from .heads import TransformHead
 from .modeling_backbone import HarmonicHeadModel
 from .objective import IGNORE_INDEX
 
@@ -73,7 +74,8 @@ class HarmonicLanguageModel(HarmonicHeadModel):
             name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
                 then replaced.
             revision: A revision on the Hub.
-            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
+            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere. A
+                `transform` keeps the layers that the base has before its output layer.
             init: `input_embeddings` copies the token embeddings into the prototypes,
                 `output_embeddings` the prototypes of the base's own head; `base_head` keeps all its
                 weights, if it is of the same name (`linear` on a published decoder).
@@ -87,8 +89,7 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         base = load_base(
             name,
             revision,
-            # The settings of generation come with a head.
-            head_class=cls if cls.is_causal or init != "input_embeddings" else None,
+            head_class=cls,
             dtype=dtype,
             dropout=dropout,
             is_causal=cls.is_causal,
@@ -123,8 +124,8 @@ class HarmonicLanguageModel(HarmonicHeadModel):
             embeddings: Tensor | None = table
         elif base.head is None:
             raise ValueError(
-                f"init {init}: expected base {base.name} to have a head of one linear layer, as "
-                "decoders, NeoBERT and our own models have, got none. Use init input_embeddings"
+                f"init {init}: expected base {base.name} to have a head of its own that ends in a "
+                "linear layer, got none. Use init input_embeddings"
             )
         elif tie and not torch.equal(base.head.weight, table):
             raise ValueError(
@@ -133,12 +134,17 @@ class HarmonicLanguageModel(HarmonicHeadModel):
             )
         else:
             embeddings = base.head.prototypes if init == "output_embeddings" else None
-        if base.left_out:
+        has_transform = isinstance(base.head, TransformHead)
+        keeps_it = has_transform and (head or {}).get("name") == "transform"
+        if (base.left_out or has_transform) and not keeps_it:
             logger.warning(
                 "base %s: its own head also has %s, which are left out with it. What the new head "
-                "sees has not passed through them: expect a high loss before training.",
+                "sees has not passed through them: expect a high loss before training.%s",
                 base.name,
-                " and ".join(base.left_out),
+                " and ".join(base.left_out) or "a dense layer and a norm",
+                " To keep them write head: {name: transform, inner: {name: dist}}."
+                if has_transform
+                else "",
             )
         model = cls._from_loaded_base(
             base,

@@ -26,6 +26,7 @@ from harmonic_sft.training.run_config import (
     OWN_WEIGHTS,
     PeftConfig,
     RunConfig,
+    behind_transform,
     check_refused,
     fill_recipe,
     heads_in,
@@ -308,6 +309,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         *,
         task: str,
         own_head: Mapping[str, Any] | None = None,
+        has_transform: bool = False,
         peft: PeftConfig | None = None,
         is_stream: bool = False,
         context_length: int = 1024,
@@ -318,6 +320,8 @@ class HarmonicTrainingArguments(TrainingArguments):
             base: Name of the model.
             task: What the model predicts; replaces that of the arguments.
             own_head: Settings of the head that the model has and keeps unless `head` names one.
+            has_transform: The base has layers before its output layer; a head that is no more than
+                a name goes behind them.
             peft: LoRA.
             is_stream: The training data are read while training.
             context_length: Used if the arguments have none.
@@ -330,6 +334,8 @@ class HarmonicTrainingArguments(TrainingArguments):
         if head is None and own_head is not None:
             head, own_h_exp = _sections_of(own_head)
             h_exp = h_exp or own_h_exp
+        elif has_transform and isinstance(head, str | None):
+            head = behind_transform(head or "dist")
         unfreeze: Any = self.unfreeze
         if not isinstance(unfreeze, Mapping | None):
             patterns = [unfreeze] if isinstance(unfreeze, str) else unfreeze

@@ -42,7 +42,7 @@ from harmonic_sft.models import (
     max_positions,
     random_base,
 )
-from harmonic_sft.models.backbones import check_supported, trains
+from harmonic_sft.models.backbones import check_supported, has_transform, trains
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.models.heads import check_class
 from harmonic_sft.models.objective import negative_log_likelihood
@@ -120,6 +120,9 @@ class Preparation:
             self._base = load_base_config(ModelConfig(base=model, revision=args.revision))
         else:
             self._base = model.config
+        is_name = isinstance(model, str)
+        kinds = self._base.architectures if is_name else [type(model).__name__]
+        self._transforms = has_transform(self._base, kinds)
         self.data = self.configure().data  # with `_seed` it decides how rows are made
         self._seed = args.seed
         if self.config.model.task in CLASSIFIERS and self.config.head.init == "base_head":
@@ -153,6 +156,7 @@ class Preparation:
             self.model if isinstance(self.model, str) else name,
             task=task,
             own_head=own_head,
+            has_transform=task == "masked_lm" and not self.args.from_scratch and self._transforms,
             peft=self._peft,
             is_stream=self._is_stream,
             context_length=min(longest, DEFAULT_LENGTH),

@@ -201,7 +201,7 @@ def _measure_before(ready: Ready, checkpoint: Path | None) -> dict[str, Any]:
         if before.get("calibration") is not None:
             apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
         return before
-    before = _evaluate_before(ready)
+    before = _evaluate_before(ready, is_new=checkpoint is None)
     state = PartialState()
     state.wait_for_everyone()
     if state.is_main_process:
@@ -217,12 +217,13 @@ def _measure_before(ready: Ready, checkpoint: Path | None) -> dict[str, Any]:
     return before
 
 
-def _evaluate_before(ready: Ready) -> dict[str, Any]:
+def _evaluate_before(ready: Ready, *, is_new: bool) -> dict[str, Any]:
     data = ready.data
     swap, fit = measure_swap(ready.trainer, data)
     counts = data.unigram_counts
     unigrams = None if counts is None else unigram_loss(eval_labels(data), counts)
-    check_base(ready.trainer.run_config, data, swap, unigrams)
+    if is_new:
+        check_base(ready.trainer.run_config, data, swap, unigrams)
     metrics = evaluate(ready.trainer, "before")
     return {
         "before": metrics,

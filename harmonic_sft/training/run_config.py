@@ -484,7 +484,10 @@ def load_run_config(
     data = read_yaml(path)
     if head is not None:
         h_exp = data.get("h_exp") if head == "dist" else None
-        data = fill_recipe({**data, "head": head, "h_exp": h_exp, "loss": None})
+        old = data.get("head")
+        is_behind = isinstance(old, dict) and old.get("name") == "transform"
+        new = behind_transform(head) if is_behind else head
+        data = fill_recipe({**data, "head": new, "h_exp": h_exp, "loss": None})
     data = apply_overrides(data, overrides)
     if isinstance(training := data.get("training"), dict):
         data["training"] = {"output_dir": str(Path("runs", Path(path).stem)), **training}
@@ -507,6 +510,11 @@ def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, "head": _as_section(head), "h_exp": h_exp, "loss": _as_section(loss)}
 
 
+def behind_transform(name: str) -> dict[str, Any]:
+    """Return the section of a head that is put behind the layers of the base's own."""
+    return {"name": "transform", "inner": {"name": name}} if name != "transform" else {"name": name}
+
+
 def heads_in(settings: Any) -> Iterator[dict[str, Any]]:
     """Yield the settings of a head, then those of the head inside it, and so on."""
     while isinstance(settings, Mapping):
@@ -527,7 +535,10 @@ def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[st
         place = f"{prefix}.inner".lstrip(".")
         inner_name = inner.pop("name", None)
         if inner_name not in HEADS:
-            raise ValueError(f"{place}.name: expected one of {sorted(HEADS)}, got {inner_name!r}")
+            nearest = did_you_mean(str(inner_name), list(HEADS))
+            raise ValueError(
+                f"{place}.name: expected one of {list(HEADS)}, got {inner_name!r}{nearest}"
+            )
         options["inner"] = {"name": inner_name, **_checked_head(inner_name, inner, place)}
     return options
 

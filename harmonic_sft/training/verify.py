@@ -130,8 +130,8 @@ def verify(run: RunConfig) -> dict[str, Any]:
     beside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{run.output_dir.name}-")
     with beside as scratch, _quiet():
         tokenizer, data = load_run_data(_short_data(run))
-        base = _check_base(run, data, Path(scratch, "base"))
         material = _material(data, tokenizer, min(LENGTH, run.data.context_length))
+        base = _check_base(run, data, Path(scratch, "base"))
         pairs = _compared(run, material, Path(scratch))
     results = {
         "run": run.output_dir.name,

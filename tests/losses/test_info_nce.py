@@ -34,7 +34,7 @@ def test_the_label_is_contrasted_with_the_other_labels_of_the_batch(name):
     head = moved_head(name, dtype=torch.float64)
     states, labels = problem()
     found = InfoNCELoss(scale=3.0).prepare(head)(head, states, labels)
-    turned = head.rotate(states) if name == "rotation" else states
+    turned = head.mapped(states) if name == "rotation" else states
     expected = by_loops(turned, head.prototypes, labels.tolist(), 3.0)
     torch.testing.assert_close(found.detach(), expected)
 

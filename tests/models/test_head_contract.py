@@ -158,6 +158,7 @@ def test_prototypes_on_a_sphere_are_brought_back_to_it_and_others_stay(name):
 
 OFF_THE_SPHERE = {
     "linear",
+    "transform",
     "linear without bias",
     "dist off the sphere",
     "dist mahalanobis off the sphere",

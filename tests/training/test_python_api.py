@@ -53,6 +53,8 @@ AS_IN_YAML = {
     "per_device_train_batch_size": 8,
     "schedule": {"warmup_ratio": 0.2, "decay_ratio": 0.4},
 }
+# Where no head is named it goes behind the layers of a BERT's own.
+BEHIND_TRANSFORM = {"name": "transform", "inner": {"name": "dist"}}
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
@@ -66,7 +68,8 @@ def assert_same_weights(*trainers):
 
 
 def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(make_yaml, arguments, make):
-    from_yaml = trained(make_yaml(), "data.eval.documents=0", "training.max_steps=4")
+    path = make_yaml(head=BEHIND_TRANSFORM)
+    from_yaml = trained(path, "data.eval.documents=0", "training.max_steps=4")
     trainer = make(arguments("python", **AS_IN_YAML))
     trainer.train()
     assert losses(trainer) == losses(from_yaml)
@@ -118,7 +121,8 @@ def test_one_process_saves(make, tmp_path, monkeypatch):
 
 def test_packed_streams_are_read_as_from_a_file(make_yaml, texts, text_file, arguments, make):
     source = {"path": str(text_file), "streaming": True}
-    path = make_yaml(data={"sources": [source], "packing": True, "eval": {"documents": 0}})
+    data = {"sources": [source], "packing": True, "eval": {"documents": 0}}
+    path = make_yaml(data=data, head=BEHIND_TRANSFORM)
     from_yaml = trained(path, "training.max_steps=4")
     trainer = make(
         arguments("python", packing=True, **AS_IN_YAML),

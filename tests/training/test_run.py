@@ -69,7 +69,7 @@ def test_what_training_measured_at_its_end_is_not_measured_again(make_yaml):
     with patch.object(HarmonicTrainer, "evaluate", autospec=True, side_effect=evaluate) as measured:
         results = train(run)
     prefixes = [call.kwargs.get("metric_key_prefix") for call in measured.call_args_list]
-    assert prefixes == ["before", None, None]
+    assert prefixes == ["old_head", "before", None, None]
     assert results["final"].keys() == results["before"].keys()
     assert results["final"]["h_exp"] == -4.0
     again = evaluate_folder(run.output_dir, ["training.use_cpu=true"])["final"]
@@ -107,7 +107,8 @@ def test_a_base_that_did_not_load_is_refused_before_training(
     lines = [" ".join(generator.sample(words, k=9)) for _ in range(60)]
     text.write_text("\n".join(lines))
     sources = [{"path": str(text)}]
-    path = make_yaml(data={"sources": sources}, model={"base": str(ignorant_base)})
+    model = {"base": str(ignorant_base)}
+    path = make_yaml(data={"sources": sources}, model=model, check_base=True)
     message = (
         r"model.base: expected a base whose own head does better on the held-out text than its "
         r"unigrams, (\d\.\d\d) nats, got (\d\.\d\d) at its best temperature. .*check_base: false$"
@@ -120,7 +121,8 @@ def test_a_base_that_did_not_load_is_refused_before_training(
     assert loss == pytest.approx(results["swap"]["old_head"]["post_hoc_loss"], abs=0.005)
     assert loss > unigrams
     scratch = {"base": str(tiny_base), "from_scratch": True, "unfreeze": {"patterns": ["*"]}}
-    check_base(load_run_config(make_yaml(model=scratch)), None, results["swap"], unigrams)
+    run = load_run_config(make_yaml(model=scratch, check_base=True))
+    check_base(run, None, results["swap"], unigrams)
 
 
 def test_evaluating_the_folder_gives_the_closing_numbers(run_copy, finished_results, tiny_base):

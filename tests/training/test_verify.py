@@ -28,7 +28,7 @@ def only(monkeypatch):
 def test_ways_of_training_agree_and_the_run_is_left_alone(make_yaml, tmp_path, only, capsys):
     only(*(name for name in NAMES if name != PROCESSES))
     held = {"start": -12, "end": -12, "calibrate": True}
-    path = make_yaml(check_base=False, h_exp=held, data={"context_length": 12})  # rows fill it
+    path = make_yaml(h_exp=held, data={"context_length": 12})  # rows fill it
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").touch()
     before = set(tmp_path.rglob("*"))
@@ -54,7 +54,7 @@ def test_ways_of_training_agree_and_the_run_is_left_alone(make_yaml, tmp_path, o
 def test_the_results_of_a_finished_run_get_the_verdicts(make_yaml, tmp_path, only):
     only("table = stream")
     steps = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
-    path = make_yaml(check_base=False, h_exp=-8.0, training=steps, early_stopping_patience=1)
+    path = make_yaml(h_exp=-8.0, training=steps, early_stopping_patience=1)
     assert main(["train", str(path)]) == 0
     results = tmp_path / "run" / "results" / "train.json"
     before = json.loads(results.read_text())
@@ -71,7 +71,7 @@ def test_a_stream_is_resumed_as_a_stream(make_yaml, text_file, only, monkeypatch
     taken, log = [], [{"loss": 1.0, "grad_norm": 1.0}]
     monkeypatch.setattr(verify, "_take", lambda _, way, *__: taken.append(way) or log)
     source = {"path": str(text_file), "streaming": True}
-    path = make_yaml(check_base=False, data={"sources": [source]})
+    path = make_yaml(data={"sources": [source]})
     assert main(["verify", str(path)]) == 0
     assert [way.streaming for way in taken] == [True, True]
 
@@ -80,7 +80,7 @@ def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
     """A resumed run whose dropout draws other numbers."""
     only(NAMES[0])
     monkeypatch.setattr(HarmonicTrainer, "_load_rng_state", lambda *_: None)
-    path = make_yaml(check_base=False, model={"dropout": 0.2})
+    path = make_yaml(model={"dropout": 0.2})
     assert main(["verify", str(path)]) == 1
     message = f"verify: expected ways of training that agree, got {NAMES[:1]}"
     assert message in capsys.readouterr().err
@@ -89,7 +89,8 @@ def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
 def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, ignorant_base, capsys):
     (tmp_path / "text.txt").write_text("aa aa aa ab aa aa ac aa aa\n" * 20)
     sources = [{"path": str(tmp_path / "text.txt")}]
-    path = make_yaml(model={"base": str(ignorant_base)}, data={"sources": sources})
+    model = {"base": str(ignorant_base)}
+    path = make_yaml(model=model, data={"sources": sources}, check_base=True)
     assert main(["verify", str(path)]) == 1
     assert "model.base: expected a base whose own head does better" in capsys.readouterr().err
 
@@ -114,14 +115,14 @@ def test_columns_that_are_not_read_may_hold_anything(make_yaml, tmp_path, only):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for streaming in (False, True):
         data = {"sources": [{"path": str(tmp_path / "rows.jsonl"), "streaming": streaming}]}
-        assert main(["verify", str(make_yaml(data=data, check_base=False))]) == 0
+        assert main(["verify", str(make_yaml(data=data))]) == 0
 
 
 def test_too_few_rows_are_refused(make_yaml, tmp_path):
     (tmp_path / "short.txt").write_text("aa bb\nbb cc\n")
     data = {"sources": [{"path": str(tmp_path / "short.txt")}]}
     with pytest.raises(ValueError, match=r"expected 4 rows or more to verify, got 2"):
-        verify.verify(load_run_config(make_yaml(data=data, check_base=False)))
+        verify.verify(load_run_config(make_yaml(data=data)))
 
 
 def test_residuals_are_relative_and_keep_their_sign():

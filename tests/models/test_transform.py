@@ -1,0 +1,139 @@
+"""A head behind the dense layer and the norm that a masked model has before its output layer."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForPreTraining
+
+from harmonic_sft.models import HarmonicForMaskedLM, TransformHead, base_of
+from harmonic_sft.models.backbones import has_transform
+from tests.encoders import SIZES, SPECIAL, save_encoder
+
+BEHIND = {"name": "transform", "inner": {"name": "dist"}}
+IDS = torch.arange(12).view(2, 6) + 5
+# Each with the activation that its own code uses there.
+BASES = {
+    "bert": ("gelu_new", {"hidden_act": "gelu_new"}),
+    "roberta": ("gelu", {"pad_token_id": 0, "hidden_act": "relu"}),
+    "modernbert": ("silu", {**SPECIAL, "pad_token_id": 0, "classifier_activation": "silu"}),
+    "distilbert": ("relu", {"activation": "relu", "pad_token_id": 0}),
+    "deberta-v2": ("gelu", {}),
+    "electra": ("gelu", {"embedding_size": 32, "hidden_act": "relu"}),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """Make a base of a family whose biases and norms are not where they start."""
+
+    def make(family):
+        folder = tmp_path_factory.mktemp(family) / "base"
+        save_encoder(family, folder, **BASES[family][1])
+        model = AutoModelForMaskedLM.from_pretrained(folder)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(folder)
+        return folder
+
+    made = {family: make(family) for family in BASES}
+    return made.__getitem__
+
+
+@torch.no_grad()
+def test_it_is_dense_activation_and_norm_in_that_order():
+    torch.manual_seed(0)
+    head = TransformHead(4, 9, activation="relu", norm_eps=0.1)
+    for parameter in head.parameters():
+        parameter.normal_()
+    states = torch.randn(3, 4)
+    for state, logits in zip(states.double(), head(states), strict=True):
+        dense = [
+            max(0.0, float(row.double() @ state + bias))
+            for row, bias in zip(head.dense_weight, head.dense_bias, strict=True)
+        ]
+        mean = sum(dense) / 4
+        spread = (sum((value - mean) ** 2 for value in dense) / 4 + 0.1) ** 0.5
+        normed = torch.tensor([(value - mean) / spread for value in dense]).double()
+        normed = normed * head.norm_weight.double() + head.norm_bias.double()
+        expected = head.inner.weight.double() @ normed + head.inner.bias.double()
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_the_bases_own_head_is_one_of_these(base, family):
+    model = HarmonicForMaskedLM.from_base(
+        base(family), head={"name": "transform"}, init="base_head"
+    )
+    assert model.dist_head.settings()["activation"] == BASES[family][0]
+    own = AutoModelForMaskedLM.from_pretrained(base(family))
+    with torch.no_grad():
+        expected, found = own(input_ids=IDS).logits, model(input_ids=IDS).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_another_head_is_put_behind_the_bases_layers(base, family, tmp_path, caplog):
+    model = HarmonicForMaskedLM.from_base(base(family), head=BEHIND)
+    assert "left out" not in caplog.text
+    own = AutoModelForMaskedLM.from_pretrained(base(family))
+    output = own.get_output_embeddings()
+    seen = []
+    output.register_forward_hook(lambda module, inputs, _: seen.append(inputs[0]))
+    with torch.no_grad():
+        own(input_ids=IDS)
+        states = model.model(input_ids=IDS).last_hidden_state
+        mapped = model.dist_head.mapped(states.flatten(0, 1))
+    torch.testing.assert_close(mapped.view_as(seen[0]), seen[0], rtol=1e-4, atol=1e-5)
+    table = own.get_input_embeddings().weight
+    torch.testing.assert_close(model.dist_head.prototypes, F.normalize(table, dim=-1))
+    assert model.config.head["inner"]["name"] == "dist"
+    model.save_pretrained(tmp_path)
+    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
+    for loaded in (again, HarmonicForMaskedLM.from_base(tmp_path, head=BEHIND)):
+        torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+    HarmonicForMaskedLM.from_base(tmp_path)
+    assert "its own head also has a dense layer and a norm" in caplog.text
+
+
+def test_a_head_without_them_says_what_to_write(base, caplog):
+    HarmonicForMaskedLM.from_base(base("bert"))
+    assert "To keep them write head: {name: transform, inner: {name: dist}}" in caplog.text
+
+
+def test_a_base_of_two_tasks_gives_the_one_of_tokens(tmp_path):
+    torch.manual_seed(0)
+    both = BertForPreTraining(BertConfig(**SIZES)).eval()
+    both.save_pretrained(tmp_path)
+    model = HarmonicForMaskedLM.from_base(tmp_path, head={"name": "transform"}, init="base_head")
+    with torch.no_grad():
+        expected = both(input_ids=IDS).prediction_logits
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_such_layers_in_the_base_they_are_drawn(bases):
+    head = HarmonicForMaskedLM.from_base(bases / "neobert", head=BEHIND).dist_head
+    assert head.dense_weight.std().item() == pytest.approx(32**-0.5, rel=0.1)
+    assert torch.equal(head.norm_weight, torch.ones(32))
+
+
+def test_a_loaded_model_is_taken_apart_as_its_checkpoint_is(base):
+    given = AutoModelForMaskedLM.from_pretrained(base("bert"), dtype=torch.bfloat16).train()
+    found = base_of(given, dtype=torch.bfloat16, is_causal=False).head
+    assert found.dense_weight.dtype == torch.float32
+    expected = given.cls.predictions.transform.dense.weight.float()
+    assert torch.equal(found.dense_weight, expected)
+
+
+def test_layers_are_looked_for_where_a_checkpoint_has_its_head(base, bases):
+    config = AutoConfig.from_pretrained(base("bert"))
+    assert has_transform(config, config.architectures)
+    assert not has_transform(config, ["BertModel"])
+    assert not has_transform(AutoConfig.from_pretrained(bases / "neobert"), ["NeoBERTForMaskedLM"])
+    albert = AutoConfig.for_model("albert", embedding_size=16, **SIZES)
+    assert not has_transform(albert, ["AlbertForMaskedLM"])  # another width
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(ValueError, match=r"^transform activation: expected one of .*, got 'glu'$"):
+        TransformHead(4, 9, activation="glu")
