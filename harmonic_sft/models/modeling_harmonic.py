@@ -74,8 +74,8 @@ class HarmonicLanguageModel(HarmonicHeadModel):
             name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
                 then replaced.
             revision: A revision on the Hub.
-            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere. A
-                `transform` keeps the layers that the base has before its output layer.
+            head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere, behind the
+                layers that the base has before its output layer, if it has any (`transform`).
             init: `input_embeddings` copies the token embeddings into the prototypes,
                 `output_embeddings` the prototypes of the base's own head; `base_head` keeps all its
                 weights, if it is of the same name (`linear` on a published decoder).
@@ -135,7 +135,9 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         else:
             embeddings = base.head.prototypes if init == "output_embeddings" else None
         has_transform = isinstance(base.head, TransformHead)
-        keeps_it = has_transform and (head or {}).get("name") == "transform"
+        if head is None and has_transform:
+            head = {"name": "transform", "inner": {"name": "dist"}}
+        keeps_it = has_transform and isinstance(head, dict) and head.get("name") == "transform"
         if (base.left_out or has_transform) and not keeps_it:
             logger.warning(
                 "base %s: its own head also has %s, which are left out with it. What the new head "

@@ -43,7 +43,7 @@ def test_rows_that_pad_the_vocabulary_are_named_by_their_numbers(tokenizer):
 
 
 def test_predictions_are_explained_by_distance(tiny_base, tokenizer):
-    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), head={"name": "dist"})
     places = explain(model, tokenizer, "aa [MASK] bb [MASK]", top=3, num_neighbors=2)
     assert [len(tokens) for tokens in places] == [3, 3]
     ids = tokenizer("aa [MASK] bb [MASK]", return_tensors="pt")["input_ids"]

@@ -177,7 +177,7 @@ def test_saved_again_it_is_a_whole_checkpoint(make_pair, tmp_path):
 
 
 def test_only_the_head_may_have_been_trained(make_pair, tmp_path):
-    full, _ = make_pair()
+    full, _ = make_pair(head={"name": "dist"})
     change_json(full / "config.json", trained_parameters=["dist_head.weight"])
     write_partial(full, tmp_path / "head_only")
     assert not (tmp_path / "head_only" / "trained_blocks.safetensors").exists()
@@ -251,7 +251,7 @@ def test_a_repo_that_names_itself_as_base_is_one_error(make_pair, cache_repo):
 def test_prototypes_that_predict_nothing_are_reported(make_pair, caplog, is_partial):
     folder = make_pair()[is_partial]
     path = folder / ("dist_head.safetensors" if is_partial else "model.safetensors")
-    change_weights(path, lambda weights: weights["dist_head.weight"].fill_(0.1))
+    change_weights(path, lambda weights: weights["dist_head.inner.weight"].fill_(0.1))
     HarmonicForMaskedLM.from_pretrained(folder)
     (message,) = [text for text in caplog.messages if "prototypes" in text]
     assert message.startswith(f"{folder}: all prototypes are equal")

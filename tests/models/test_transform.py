@@ -74,7 +74,8 @@ def test_the_bases_own_head_is_one_of_these(base, family):
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_another_head_is_put_behind_the_bases_layers(base, family, tmp_path, caplog):
-    model = HarmonicForMaskedLM.from_base(base(family), head=BEHIND)
+    model = HarmonicForMaskedLM.from_base(base(family))  # the default
+    assert model.config.head["name"] == "transform"
     assert "left out" not in caplog.text
     own = AutoModelForMaskedLM.from_pretrained(base(family))
     output = own.get_output_embeddings()
@@ -92,12 +93,12 @@ def test_another_head_is_put_behind_the_bases_layers(base, family, tmp_path, cap
     again = HarmonicForMaskedLM.from_pretrained(tmp_path)
     for loaded in (again, HarmonicForMaskedLM.from_base(tmp_path, head=BEHIND)):
         torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
-    HarmonicForMaskedLM.from_base(tmp_path)
+    HarmonicForMaskedLM.from_base(tmp_path, head={"name": "dist"})
     assert "its own head also has a dense layer and a norm" in caplog.text
 
 
 def test_a_head_without_them_says_what_to_write(base, caplog):
-    HarmonicForMaskedLM.from_base(base("bert"))
+    HarmonicForMaskedLM.from_base(base("bert"), head={"name": "dist"})
     assert "To keep them write head: {name: transform, inner: {name: dist}}" in caplog.text
 
 

@@ -60,7 +60,7 @@ LAYERS = {"bert": ["query", "output.dense"], "neobert": ["qkv", "wo"]}
 
 def with_lora(base, *, dtype=torch.float32, last_blocks=0, **lora):
     torch.manual_seed(0)
-    model = HarmonicForMaskedLM.from_base(str(base), dtype=dtype)
+    model = HarmonicForMaskedLM.from_base(str(base), dtype=dtype, head={"name": "dist"})
     unfreeze_(model, UnfreezeConfig(last_blocks=last_blocks))
     add_lora_(model, PeftConfig(**lora))
     return model
@@ -103,7 +103,7 @@ def test_only_lora_and_the_head_train(tiny_base, dtype):
     assert model.config.trained_parameters == ["dist_head.weight", *merged]
     kept = sorted(name.removeprefix("model.backbone.") for name in merged)
     assert model.config.float32_modules == (None if dtype == torch.float32 else kept)
-    plain = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=dtype)
+    plain = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=dtype, head={"name": "dist"})
     assert torch.equal(logits(model), logits(plain))  # LoRA starts as nothing
 
 
@@ -214,7 +214,7 @@ def test_merging_is_exact_and_leaves_the_live_model(bases, dtype, family):
     merged = merged_state(model)
     after = model.state_dict()
     torch.testing.assert_close(after, before, rtol=0, atol=0)
-    plain = HarmonicForMaskedLM.from_base(str(base), dtype=dtype)
+    plain = HarmonicForMaskedLM.from_base(str(base), dtype=dtype, head={"name": "dist"})
     assert merged.keys() == plain.state_dict().keys()
     state = plain.state_dict()
     layers = lora_layers(model)
@@ -309,7 +309,7 @@ def test_lora_that_fits_nothing_is_refused(tiny_base, lora, message):
 
 
 def put_on_base(adapter, base, dtype=torch.float32):
-    model = HarmonicForMaskedLM.from_base(str(base), dtype=dtype)
+    model = HarmonicForMaskedLM.from_base(str(base), dtype=dtype, head={"name": "dist"})
     # Without it PEFT rounds float32 blocks to the dtype of the body.
     place = {"low_cpu_mem_usage": True, "torch_device": str(model.device)}
     return PeftModel.from_pretrained(model, str(adapter), **place)

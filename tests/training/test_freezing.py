@@ -12,7 +12,7 @@ from tests.encoders import save_encoder
 
 @pytest.fixture
 def model(tiny_base):
-    return HarmonicForMaskedLM.from_base(str(tiny_base))
+    return HarmonicForMaskedLM.from_base(str(tiny_base), head={"name": "dist"})
 
 
 def trained(model):
@@ -74,7 +74,9 @@ def test_blocks_beside_which_adapters_train_are_named_so(model):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_table_adds_up_with_the_masters_of_16_bit_weights(tiny_base, dtype):
-    model = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=getattr(torch, dtype))
+    model = HarmonicForMaskedLM.from_base(
+        str(tiny_base), head={"name": "dist"}, dtype=getattr(torch, dtype)
+    )
     unfreeze_(model, UnfreezeConfig(last_blocks=1, dtype=dtype))
     rows = parts(model)
     names = [row.name for row in rows]
@@ -106,7 +108,9 @@ def test_a_tied_head_is_counted_once(tiny_base):
 
 
 def test_float32_on_a_bfloat16_body_is_remembered(tiny_base, tmp_path):
-    model = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=torch.bfloat16)
+    model = HarmonicForMaskedLM.from_base(
+        str(tiny_base), head={"name": "dist"}, dtype=torch.bfloat16
+    )
     unfreeze_(model, UnfreezeConfig(last_blocks=1, dtype="float32"))
     model.save_pretrained(tmp_path)
     again = HarmonicForMaskedLM.from_pretrained(tmp_path)
@@ -118,6 +122,8 @@ def test_float32_on_a_bfloat16_body_is_remembered(tiny_base, tmp_path):
 
 
 def test_float32_embeddings_on_a_bfloat16_body_are_refused(tiny_base):
-    model = HarmonicForMaskedLM.from_base(str(tiny_base), dtype=torch.bfloat16)
+    model = HarmonicForMaskedLM.from_base(
+        str(tiny_base), head={"name": "dist"}, dtype=torch.bfloat16
+    )
     with pytest.raises(ValueError, match="expected no token embeddings on a bfloat16 body"):
         unfreeze_(model, UnfreezeConfig(patterns=["*embeddings*"]))

@@ -47,6 +47,7 @@ from harmonic_sft.training import load_run_config
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.preparation import task_of
 from harmonic_sft.training.run import check_run
+from harmonic_sft.training.run_config import heads_in
 from tests.training.conftest import logged, losses, trained
 
 AS_IN_YAML = {
@@ -74,6 +75,30 @@ def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(make_yaml, arg
     trainer.train()
     assert losses(trainer) == losses(from_yaml)
     assert_same_weights(trainer, from_yaml)
+
+
+@pytest.mark.parametrize(
+    ("head", "names"),
+    [
+        (None, ["transform", "dist"]),
+        ("cosine", ["transform", "cosine"]),
+        ("transform", ["transform", "linear"]),
+        ({"name": "cosine"}, ["cosine"]),
+    ],
+)
+def test_a_head_that_is_only_named_goes_behind_the_bases_layers(
+    tiny_base, arguments, make, head, names, caplog
+):
+    """A dictionary is taken as it stands; a loaded model is as its checkpoint."""
+    for model in (tiny_base, BertForMaskedLM.from_pretrained(tiny_base)):
+        settings = make(arguments(head=head, h_exp=None), model=model).model.dist_head.settings()
+        assert [found["name"] for found in heads_in(settings)] == names
+    assert ("left out" in caplog.text) == ("transform" not in names)
+
+
+def test_a_model_from_scratch_has_no_layers_to_keep(arguments, make):
+    model = make(arguments(from_scratch=True, unfreeze=["*"])).model
+    assert model.dist_head.settings()["name"] == "dist"
 
 
 def test_nothing_is_held_out_and_evaluation_is_asked_for(texts, make):
@@ -430,7 +455,7 @@ def test_a_head_that_could_not_be_saved_is_not_trained(tiny_base, make):
     class Own(DistLayer):
         pass
 
-    model = HarmonicForMaskedLM.from_base(str(tiny_base))
+    model = HarmonicForMaskedLM.from_base(str(tiny_base), head={"name": "dist"})
     model.dist_head.__class__ = Own
     with pytest.raises(ValueError, match="dist_head: expected a class of HEADS, got Own"):
         make(model=model)
