@@ -572,6 +572,9 @@ def _masked_head(model: PreTrainedModel) -> Head | None:
     if not isinstance(output, nn.Linear) or output.in_features != config.hidden_size:
         return None
     linear, layers = old_head(model), [model.get_submodule(n) for n in layers_of_head(model)]
+    biases = [weight for weight in model.parameters() if weight.shape == linear.weight.shape[:1]]
+    if linear.bias is None and biases:  # ESM's, beside its output layer
+        linear.bias = nn.Parameter(biases[-1].detach().to(linear.weight))
     dense = [layer for layer in layers if isinstance(layer, nn.Linear)]
     norms = [layer for layer in layers if isinstance(layer, nn.LayerNorm)]
     heads: list[Head] = [linear] if not layers else []

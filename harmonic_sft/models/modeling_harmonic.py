@@ -137,8 +137,15 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         has_transform = isinstance(base.head, TransformHead)
         if head is None and has_transform:
             head = {"name": "transform", "inner": {"name": "dist"}}
-        keeps_it = has_transform and isinstance(head, dict) and head.get("name") == "transform"
-        if (base.left_out or has_transform) and not keeps_it:
+        wants_it = isinstance(head, dict) and head.get("name") == "transform"
+        if wants_it and base.left_out and not has_transform:
+            raise ValueError(
+                f"head transform: expected base {base.name} to have a dense layer, an activation "
+                f"and a norm before a linear output layer, got {' and '.join(base.left_out)}, "
+                "which compute something else. Give a dictionary: head {'name': 'dist'} goes "
+                "without them"
+            )
+        if (base.left_out or has_transform) and not wants_it:
             logger.warning(
                 "base %s: its own head also has %s, which are left out with it. What the new head "
                 "sees has not passed through them: expect a high loss before training.%s",

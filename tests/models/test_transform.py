@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForPreTraining
 
-from harmonic_sft.models import HarmonicForMaskedLM, TransformHead, base_of
+from harmonic_sft.models import HarmonicForMaskedLM, TransformHead, backbones, base_of
 from harmonic_sft.models.backbones import has_transform
 from tests.encoders import SIZES, SPECIAL, save_encoder
 
@@ -18,6 +18,7 @@ BASES = {
     "modernbert": ("silu", {**SPECIAL, "pad_token_id": 0, "classifier_activation": "silu"}),
     "distilbert": ("relu", {"activation": "relu", "pad_token_id": 0}),
     "deberta-v2": ("gelu", {}),
+    "esm": ("gelu", {"pad_token_id": 0, "mask_token_id": 4, "token_dropout": False}),
     "electra": ("gelu", {"embedding_size": 32, "hidden_act": "relu"}),
 }
 
@@ -100,6 +101,17 @@ def test_another_head_is_put_behind_the_bases_layers(base, family, tmp_path, cap
 def test_a_head_without_them_says_what_to_write(base, caplog):
     HarmonicForMaskedLM.from_base(base("bert"), head={"name": "dist"})
     assert "To keep them write head: {name: transform, inner: {name: dist}}" in caplog.text
+
+
+def test_layers_that_compute_something_else_are_not_drawn_anew(base, tmp_path, monkeypatch):
+    """What the name of a head asks for where the check of a loaded base fails."""
+    monkeypatch.setattr(backbones, "_differ", lambda *_: True)
+    message = r"^head transform: expected base .* linear output layer, got .*dense, which compute"
+    for head in (BEHIND, {"name": "transform"}):
+        with pytest.raises(ValueError, match=message):
+            HarmonicForMaskedLM.from_base(base("bert"), head=head)
+    model = HarmonicForMaskedLM.from_base(base("bert"))  # nothing was asked for
+    assert model.config.head["name"] == "dist"
 
 
 def test_a_base_of_two_tasks_gives_the_one_of_tokens(tmp_path):
