@@ -575,31 +575,40 @@ def _masked_head(model: PreTrainedModel) -> Head | None:
     biases = [weight for weight in model.parameters() if weight.shape == linear.weight.shape[:1]]
     if linear.bias is None and biases:  # ESM's, beside its output layer
         linear.bias = nn.Parameter(biases[-1].detach().to(linear.weight))
-    dense = [layer for layer in layers if isinstance(layer, nn.Linear)]
-    norms = [layer for layer in layers if isinstance(layer, nn.LayerNorm)]
-    heads: list[Head] = [linear] if not layers else []
-    if len(layers) == 2 and dense and norms and dense[0].out_features == config.hidden_size:
+    head: LinearHead | TransformHead = linear
+    activations = ["gelu"]
+    if layers:
+        dense = next((layer for layer in layers if isinstance(layer, nn.Linear)), None)
+        norm = next((layer for layer in layers if isinstance(layer, nn.LayerNorm)), None)
+        is_known = len(layers) == 2 and dense is not None and norm is not None
+        if not is_known or dense.out_features != config.hidden_size:
+            return None
         # Which one is used stands in the code of each model.
         fields = ("classifier_activation", "hidden_act", "activation")
         names = [getattr(config, field) for field in fields if hasattr(config, field)]
-        heads = [
-            _with_transform(linear, dense[0], norms[0], activation)
-            for activation in dict.fromkeys([*names, "gelu"])
-        ]
-    if not heads or not _has_values(model):
-        return next(iter(heads), None)
+        activations = list(dict.fromkeys([*names, *activations]))
+        head = _behind(dense, norm, linear, activations[0])
+    if not _has_values(model):
+        return head
     model.eval()
     rows = torch.arange(8, device=model.device).view(1, 8) * 7 % config.vocab_size
     native = model(input_ids=rows).logits
     states = model.base_model(input_ids=rows).last_hidden_state.flatten(0, 1)
-    best = min(heads, key=lambda head: torch.dist(head(states).view_as(native), native).item())
+
+    def error(activation: str) -> float:
+        if isinstance(head, TransformHead):
+            head.activation = activation
+        return torch.dist(head(states).view_as(native), native.float()).item()
+
+    error(min(activations, key=error))
     tolerance = 0.01 if native.dtype == torch.float32 else 0.05
-    return None if _differ(best(states).view_as(native), native, tolerance) else best
+    return None if _differ(head(states).view_as(native), native, tolerance) else head
 
 
-def _with_transform(
-    linear: LinearHead, dense: nn.Linear, norm: nn.LayerNorm, activation: str
+def _behind(
+    dense: nn.Linear, norm: nn.LayerNorm, linear: LinearHead, activation: str
 ) -> TransformHead:
+    """Return the linear head behind a dense layer, an activation and a norm, all copied."""
     vocab_size, hidden_size = linear.weight.shape
     head = TransformHead(
         hidden_size,
@@ -610,10 +619,9 @@ def _with_transform(
         norm_bias=norm.bias is not None,
         norm_eps=norm.eps,
     ).to(linear.weight.device)
-    weights = {f"inner.{name}": weight for name, weight in linear.state_dict().items()}
-    weights |= {f"dense_{name}": weight for name, weight in dense.state_dict().items()}
-    weights |= {f"norm_{name}": weight for name, weight in norm.state_dict().items()}
-    head.load_state_dict(weights)
+    parts = {"inner.": linear, "dense_": dense, "norm_": norm}
+    state = {f"{key}{n}": w for key, part in parts.items() for n, w in part.state_dict().items()}
+    head.load_state_dict(state)
     return head
 
 
