@@ -218,7 +218,8 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
             f"architectures {config.architectures} does not say which"
         ) from error
     name = options.head or "dist"
-    has_layers = task == "masked_lm" and has_transform(config, config.architectures)
+    is_trained = task == "masked_lm" and not model.get("from_scratch")
+    has_layers = is_trained and has_transform(config, config.architectures)
     head = behind_transform(name) if has_layers else name
     base = options.model.rstrip("/").split("/")[-1].removeprefix("package:")
     data = {

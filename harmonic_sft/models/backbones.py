@@ -37,6 +37,7 @@ from .heads import TransformHead
 from .linear_heads import LinearHead
 from .modeling_neobert import NeoBERTForMaskedLM, NeoBERTModel
 
+logger = logging.get_logger(__name__)
 # Encoders that count positions from pad_token_id + 1, and those with two more than they say.
 OFFSET_POSITIONS = (
     "camembert",
@@ -64,6 +65,7 @@ UNUSED = (
     ".seq_relationship.weight",
     ".seq_relationship.bias",
 )
+MASKED = ("ForMaskedLM", "WithLMHeadModel")  # ends of transformers' names
 QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
 # Fields of a decoder's configuration that change its dot products before they are logits: factors,
 # each being the field's value to this power, and a soft cap. `_check_decoder` runs the model to
@@ -123,8 +125,9 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
         )
     finally:
         logging.set_verbosity(verbosity)
-    # Published decoders have buffers in their bodies that are not used any more, such as GPT-2's.
-    parts = [model] if model_class is AutoModelForCausalLM else [model, model.base_model]
+    # Not of decoders: published ones have buffers in their bodies that are not used any more, such
+    # as GPT-2's.
+    parts = [model, model.base_model] if model_class is AutoModelForMaskedLM else [model]
     own = {key.split(".")[0] for part in parts for key in part.state_dict()}
     prefix = f"{model.base_model_prefix}."
     unused = {
@@ -273,9 +276,11 @@ def load_base(
 
 def _is_masked(config: PreTrainedConfig, architectures: Iterable[str] | None) -> bool:
     """Whether a checkpoint is said to be a masked model of transformers, with its head."""
-    kinds = ("ForMaskedLM", "ForPreTraining")
-    is_masked = any(kind.endswith(kinds) for kind in architectures or [])
-    return is_masked and type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        return False
+    if "BertForPreTraining" in (architectures or []):  # ELECTRA's has another head
+        return True
+    return any(kind.endswith(MASKED) for kind in architectures or [])
 
 
 def has_transform(config: PreTrainedConfig, architectures: Iterable[str] | None) -> bool:
@@ -286,7 +291,8 @@ def has_transform(config: PreTrainedConfig, architectures: Iterable[str] | None)
         architectures: Names of the classes that its checkpoint is of.
     """
     if config.model_type == "harmonic":
-        return config.head.get("name") == "transform"
+        is_masked = "HarmonicForMaskedLM" in (architectures or [])
+        return is_masked and config.head.get("name") == "transform"
     if not _is_masked(config, architectures):
         return False
     with torch.device("meta"), no_init_weights():
@@ -300,9 +306,13 @@ def _load_masked(name: str, options: dict[str, Any]) -> PreTrainedModel | None:
     if not _is_masked(config, config.architectures):
         return None
     try:
-        return load_checked(AutoModelForMaskedLM, name, **options)
-    except ValueError:  # its body may be whole; if not, whoever loads that says so
+        model = load_checked(AutoModelForMaskedLM, name, **options)
+    except ValueError as error:  # its body may be whole; if not, whoever loads that says so
+        logger.warning("%s. Its own head is left out.", error)
         return None
+    if without_pooler(config) and getattr(model.base_model, "pooler", None) is not None:
+        model.base_model.pooler = None  # BigBird's: as the body is built when it is loaded again
+    return model
 
 
 def layers_of_head(model: PreTrainedModel) -> list[str]:
@@ -354,11 +364,13 @@ def base_of(
             )
         if _has_values(model):
             _check_decoder(model, head, name)
-    elif is_masked := type(model).__name__.endswith(("ForMaskedLM", "WithLMHeadModel")):
-        head = _masked_head(model)
-    body: Any = model.base_model
-    if without_pooler(model.config) and getattr(body, "pooler", None) is not None:
-        body.pooler = None  # as the body is built when it is loaded again
+    elif isinstance(model, NeoBERTForMaskedLM):
+        head = LinearHead(model.config.hidden_size, model.config.vocab_size)
+        head.load_state_dict(model.get_submodule("decoder").state_dict())
+    elif is_masked := type(model).__name__.endswith(MASKED):
+        with torch.random.fork_rng(devices=[]):  # what is drawn later is as without this head
+            head = _masked_head(model)
+    body = cast("PreTrainedModel", model.base_model)
     base = _as_base(name, body, dtype, head, generation_config)
     return base._replace(left_out=layers_of_head(model) if is_masked else ())
 
@@ -411,13 +423,21 @@ def copy_head_(head: Head, base: Base) -> None:
     """
     own, weights = ({}, {}) if base.head is None else (base.head.settings(), base.head.state_dict())
     expected = head.settings()
-    is_same = all(own.get(key) == expected.get(key) for key in ("name", "softcap"))
-    if not is_same or weights.keys() != head.state_dict().keys():
+    if _kinds(own) != _kinds(expected) or weights.keys() != head.state_dict().keys():
         raise ValueError(
             f"init base_head: expected base {base.name} to have a head like {expected}, "
             f"got {own or 'none'}"
         )
     head.load_state_dict(weights)
+
+
+def _kinds(settings: dict[str, Any]) -> list[Any]:
+    """Return what a head and those inside it are, whatever their weights."""
+    kinds: list[Any] = []
+    while settings:
+        kinds.append((settings.get("name"), settings.get("softcap")))
+        settings = settings.get("inner") or {}
+    return kinds
 
 
 def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
@@ -590,10 +610,13 @@ def _masked_head(model: PreTrainedModel) -> Head | None:
         head = _behind(dense, norm, linear, activations[0])
     if not _has_values(model):
         return head
-    model.eval()
-    rows = torch.arange(8, device=model.device).view(1, 8) * 7 % config.vocab_size
-    native = model(input_ids=rows).logits
-    states = model.base_model(input_ids=rows).last_hidden_state.flatten(0, 1)
+    is_low = model.dtype.itemsize < 4
+    try:
+        states, native = _look(model)
+    except RuntimeError:  # DeBERTa's head takes no 16 bits
+        if not is_low:
+            raise
+        states, native = _look(copy.deepcopy(model).float())
 
     def error(activation: str) -> float:
         if isinstance(head, TransformHead):
@@ -601,8 +624,20 @@ def _masked_head(model: PreTrainedModel) -> Head | None:
         return torch.dist(head(states).view_as(native), native.float()).item()
 
     error(min(activations, key=error))
-    tolerance = 0.01 if native.dtype == torch.float32 else 0.05
-    return None if _differ(head(states).view_as(native), native, tolerance) else head
+    return None if _differ(head(states).view_as(native), native, 0.05 if is_low else 0.01) else head
+
+
+def _look(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """Return hidden states `[T, D]` and logits `[1, T, V]` of a few tokens."""
+    config, body = model.config, cast(Any, model.base_model)
+    model.eval()
+    rows = torch.arange(min(8, max_positions(config)), device=model.device)[None]
+    rows = rows * 7 % config.vocab_size
+    native = model(input_ids=rows, return_dict=True).logits
+    states = body(input_ids=rows, return_dict=True).last_hidden_state
+    if hasattr(body, "set_attention_type"):  # BigBird's, which short rows change for good
+        body.set_attention_type(config.attention_type)
+    return states.flatten(0, 1), native
 
 
 def _behind(

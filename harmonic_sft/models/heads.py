@@ -203,16 +203,16 @@ class TransformHead(MappedHead):
 
     BERT, RoBERTa, ModernBERT and others were trained with these layers before their output layer;
     a new head on such a base starts far better behind them than without. On a base of this kind
-    their weights and all fields but `inner` are the base's; otherwise they are drawn.
+    their weights and all fields but `inner` are the base's; otherwise the weights are drawn.
 
     Args:
         hidden_size: D.
         vocab_size: V.
         inner: `{"name": ..., fields...}` of the head behind them; default: linear, as the base's.
-        activation: A name that transformers knows.
-        bias: The dense layer has one.
-        norm_bias: The norm has one.
-        norm_eps: Added to the variance by the norm.
+        activation: A name that transformers knows; default: the base's, or gelu.
+        bias: The dense layer has one; default: as in the base, or it has.
+        norm_bias: The norm has one; default: as in the base, or it has.
+        norm_eps: Added to the variance by the norm; default: the base's, or 1e-12.
 
     Source:
         Devlin et al. 2019, BERT, arXiv:1810.04805, `get_masked_lm_output` of the released code;
@@ -225,22 +225,26 @@ class TransformHead(MappedHead):
         vocab_size: int,
         *,
         inner: dict[str, Any] | None = None,
-        activation: str = "gelu",
-        bias: bool = True,
-        norm_bias: bool = True,
-        norm_eps: float = 1e-12,
+        activation: str | None = None,
+        bias: bool | None = None,
+        norm_bias: bool | None = None,
+        norm_eps: float | None = None,
     ):
         super().__init__(hidden_size, vocab_size, inner or {"name": "linear"})
+        activation = "gelu" if activation is None else activation
         if activation not in ACT2FN:
             raise ValueError(
                 f"transform activation: expected one of {sorted(ACT2FN)}, got {activation!r}"
             )
-        self.activation, self.norm_eps = activation, norm_eps
+        self.activation, self.norm_eps = activation, 1e-12 if norm_eps is None else norm_eps
         # Plain parameters: whatever adapts or quantizes linear layers leaves a head alone.
         self.dense_weight = nn.Parameter(torch.empty(hidden_size, hidden_size, dtype=torch.float32))
         self.norm_weight = nn.Parameter(torch.empty(hidden_size, dtype=torch.float32))
-        self.dense_bias = nn.Parameter(torch.empty_like(self.norm_weight)) if bias else None
-        self.norm_bias = nn.Parameter(torch.empty_like(self.norm_weight)) if norm_bias else None
+        self.dense_bias = self.norm_bias = None
+        if bias is not False:
+            self.dense_bias = nn.Parameter(torch.empty_like(self.norm_weight))
+        if norm_bias is not False:
+            self.norm_bias = nn.Parameter(torch.empty_like(self.norm_weight))
         self._draw()
 
     def mapped(self, hidden_states: Tensor) -> Tensor:

@@ -448,7 +448,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             raise ValueError(f"head: expected {{'name': ..., fields...}}, got {head!r}")
         own = base.head if head.get("name") == "transform" else None
         if isinstance(own, TransformHead):
-            head = {**own.settings(), "inner": head.get("inner") or {"name": "linear"}}
+            head = _as_in_base(head, own.settings())
         config = HarmonicConfig(
             text_config=base.backbone.config,
             head=head,
@@ -649,6 +649,17 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             return keep_precision(fn, tensor) if tied else fn(tensor)
 
         return super()._apply(move, recurse)
+
+
+def _as_in_base(head: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a transform with those of the base's own, but for the inner head."""
+    for key in own.keys() - {"name", "inner"}:
+        if head.get(key) not in (None, own[key]):
+            raise ValueError(
+                f"head {key}: expected {own[key]!r}, as the base was trained, got {head[key]!r}. "
+                "Leave it out"
+            )
+    return {**head, **own, "inner": head.get("inner") or {"name": "linear"}}
 
 
 def share_weights(like: Path) -> None:

@@ -134,27 +134,9 @@ class HarmonicLanguageModel(HarmonicHeadModel):
             )
         else:
             embeddings = base.head.prototypes if init == "output_embeddings" else None
-        has_transform = isinstance(base.head, TransformHead)
-        if head is None and has_transform:
+        if head is None and isinstance(base.head, TransformHead):
             head = {"name": "transform", "inner": {"name": "dist"}}
-        wants_it = isinstance(head, dict) and head.get("name") == "transform"
-        if wants_it and base.left_out and not has_transform:
-            raise ValueError(
-                f"head transform: expected base {base.name} to have a dense layer, an activation "
-                f"and a norm before a linear output layer, got {' and '.join(base.left_out)}, "
-                "which compute something else. Give a dictionary: head {'name': 'dist'} goes "
-                "without them"
-            )
-        if (base.left_out or has_transform) and not wants_it:
-            logger.warning(
-                "base %s: its own head also has %s, which are left out with it. What the new head "
-                "sees has not passed through them: expect a high loss before training.%s",
-                base.name,
-                " and ".join(base.left_out) or "a dense layer and a norm",
-                " To keep them write head: {name: transform, inner: {name: dist}}."
-                if has_transform
-                else "",
-            )
+        _report_layers(base, head)
         model = cls._from_loaded_base(
             base,
             head,
@@ -166,6 +148,38 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         if base.generation_config is not None:
             model.generation_config = copy.deepcopy(base.generation_config)
         return model
+
+
+def _report_layers(base: Base, head: dict[str, Any] | None) -> None:
+    """Warn of layers before the base's output layer that go with it, or that it does not have.
+
+    Raises:
+        ValueError: They are asked for, and compute something else than a `TransformHead`.
+    """
+    has_transform = isinstance(base.head, TransformHead)
+    wants_it = isinstance(head, dict) and head.get("name") == "transform"
+    layers = " and ".join(base.left_out) or "a dense layer and a norm"
+    if wants_it and base.left_out and not has_transform:
+        raise ValueError(
+            f"head transform: expected base {base.name} to have a dense layer, an activation and a "
+            f"norm before a linear output layer, got {layers}, which compute something else. Give "
+            "a dictionary: head {'name': 'dist'} goes without them"
+        )
+    if wants_it and not has_transform:
+        logger.warning(
+            "base %s: expected a dense layer and a norm before its output layer, got none. Those "
+            "of the head transform are drawn at random.",
+            base.name,
+        )
+    if (base.left_out or has_transform) and not wants_it:
+        hint = " To keep them write head: {name: transform, inner: {name: dist}}."
+        logger.warning(
+            "base %s: its own head also has %s, which are left out with it. What the new head sees "
+            "has not passed through them: expect a high loss before training.%s",
+            base.name,
+            layers,
+            hint if has_transform else "",
+        )
 
 
 class HarmonicForMaskedLM(HarmonicLanguageModel):

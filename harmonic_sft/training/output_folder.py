@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,8 @@ def check_output_folder(run: RunConfig) -> None:
     elif different:
         raise ValueError(
             f"resume: expected the settings of the run in {str(folder)!r}, got other values for "
-            f"{', '.join(different)}. Use the old ones, or choose another training.output_dir"
+            f"{', '.join(different)}. Use the old ones, `harmonic-sft train {folder / RUN_FILE} "
+            f"resume=true`, or choose another training.output_dir{_old_head(old, different)}"
         )
 
 
@@ -165,13 +166,19 @@ def check_same_settings(checkpoint: Path, run: RunConfig) -> None:
     if home == run.output_dir.resolve() or not (home / RUN_FILE).is_file():
         return
     free = (MAX_STEPS, "training.num_train_epochs", *_batch_keys(run))
-    different = [key for key in changed_keys(to_plain(_run_in(home)), run) if key not in free]
+    old = _run_in(home)
+    different = [key for key in changed_keys(to_plain(old), run) if key not in free]
     if different:
         raise ValueError(
             f"resume_from_checkpoint: expected the settings of the run in {str(home)!r}, got other "
             f"values for {', '.join(different)}. Use the old ones, or give the checkpoint as the "
-            "model of a new run"
+            f"model of a new run{_old_head(old, different)}"
         )
+
+
+def _old_head(old: RunConfig, different: Collection[str]) -> str:
+    """Return a sentence about another head of an old run, which its name alone may not give now."""
+    return f". Its head: {old.head_settings()}" if "head.name" in different else ""
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import check_supported, has_transform, trains
 from harmonic_sft.models.head import SphereHead
-from harmonic_sft.models.heads import check_class
+from harmonic_sft.models.heads import MappedHead, check_class
 from harmonic_sft.models.objective import negative_log_likelihood
 from harmonic_sft.training.adapters import add_lora_, as_peft_config
 from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrainingArguments
@@ -544,6 +544,8 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
         weights = batch.get("label_weights", torch.ones_like(batch["labels"]))
         weights = weights[batch["labels"] != IGNORE_INDEX].cpu().double()  # [N]
         weights = weights.clamp_min(1e-12)  # rows of weight 0 count in a class without others
+        if isinstance(head, MappedHead):  # which compares what it makes of them
+            states = head.mapped(states.to(head.weight.device)).cpu()
         features = states.double()
         features = normalize(features, dim=-1) if on_sphere else features
         totals.index_add_(0, labels, features * weights.unsqueeze(-1))

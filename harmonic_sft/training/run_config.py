@@ -484,7 +484,7 @@ def load_run_config(
     data = read_yaml(path)
     if head is not None:
         h_exp = data.get("h_exp") if head == "dist" else None
-        old = data.get("head")
+        old = _as_section(data.get("head"))
         is_behind = isinstance(old, dict) and old.get("name") == "transform"
         new = behind_transform(head) if is_behind else head
         data = fill_recipe({**data, "head": new, "h_exp": h_exp, "loss": None})

@@ -1,11 +1,29 @@
 """A head behind the dense layer and the norm that a masked model has before its output layer."""
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForPreTraining
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BigBirdConfig,
+    BigBirdForMaskedLM,
+)
 
-from harmonic_sft.models import HarmonicForMaskedLM, TransformHead, backbones, base_of
+from harmonic_sft.models import (
+    HarmonicConfig,
+    HarmonicForMaskedLM,
+    TransformHead,
+    backbones,
+    base_of,
+)
 from harmonic_sft.models.backbones import has_transform
 from tests.encoders import SIZES, SPECIAL, save_encoder
 
@@ -145,6 +163,70 @@ def test_layers_are_looked_for_where_a_checkpoint_has_its_head(base, bases):
     assert not has_transform(AutoConfig.from_pretrained(bases / "neobert"), ["NeoBERTForMaskedLM"])
     albert = AutoConfig.for_model("albert", embedding_size=16, **SIZES)
     assert not has_transform(albert, ["AlbertForMaskedLM"])  # another width
+
+
+def test_a_name_that_promises_such_a_head_is_not_enough(tmp_path):
+    """ELECTRA's discriminator predicts no tokens; a classifier of ours has another head."""
+    config = AutoConfig.for_model("electra", embedding_size=32, **SIZES)
+    assert not has_transform(config, ["ElectraForPreTraining"])
+    assert has_transform(config, ["ElectraForMaskedLM"])
+    ours = HarmonicConfig(text_config=config, head={"name": "transform"})
+    assert has_transform(ours, ["HarmonicForMaskedLM"])
+    assert not has_transform(ours, ["HarmonicForSequenceClassification"])
+
+
+def test_a_damaged_head_is_left_out_with_a_word(base, tmp_path, caplog):
+    folder = shutil.copytree(base("bert"), tmp_path / "base")
+    weights = load_file(folder / "model.safetensors")
+    del weights["cls.predictions.transform.LayerNorm.bias"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    HarmonicForMaskedLM.from_base(folder, head={"name": "transform"})
+    assert "1 weights missing: cls.predictions.transform.LayerNorm.bias" in caplog.text
+    assert "Its own head is left out" in caplog.text
+    assert "Those of the head transform are drawn at random" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"activation": "relu"}, "head activation: expected 'gelu_new', as the base was trained"),
+        ({"norm_bias": False}, "head norm_bias: expected True, as the base was trained"),
+        ({"iner": {"name": "dist"}}, "head transform: expected its own fields"),
+    ],
+)
+def test_fields_that_the_base_decides_are_not_dropped_in_silence(base, changes, message):
+    head = {"name": "transform", **changes}
+    with pytest.raises(ValueError, match=message):
+        HarmonicForMaskedLM.from_base(base("bert"), head=head)
+
+
+def test_the_bases_own_head_is_of_the_same_kind_within(base):
+    with pytest.raises(ValueError, match=r"init base_head: expected base .* to have a head like"):
+        HarmonicForMaskedLM.from_base(base("bert"), head=BEHIND, init="base_head")
+
+
+def test_heads_that_take_no_16_bits_are_looked_at_in_32(tmp_path):
+    save_encoder("deberta", tmp_path)
+    model = HarmonicForMaskedLM.from_base(tmp_path, dtype=torch.bfloat16)
+    assert model.config.head["name"] == "transform"
+
+
+def test_a_body_that_follows_its_rows_stays_as_it_was_configured(tmp_path):
+    sizes = {**SIZES, "max_position_embeddings": 256, "block_size": 4, "num_random_blocks": 1}
+    BigBirdForMaskedLM(BigBirdConfig(**sizes)).save_pretrained(tmp_path)
+    body = HarmonicForMaskedLM.from_base(tmp_path).model.backbone
+    assert body.attention_type == "block_sparse"
+    assert body.pooler is None
+
+
+def test_a_given_model_keeps_its_parts_and_the_generator_its_state():
+    classifier = BertForSequenceClassification(BertConfig(**SIZES))
+    base_of(classifier, dtype=torch.float32, is_causal=False)
+    assert classifier(input_ids=IDS).logits.shape == (2, 2)
+    masked = BertForMaskedLM(BertConfig(**SIZES))
+    state = torch.get_rng_state()
+    assert base_of(masked, dtype=torch.float32, is_causal=False).head is not None
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_unknown_activation_is_refused():
