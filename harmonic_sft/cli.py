@@ -154,10 +154,12 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
 
 def _train(options: argparse.Namespace) -> None:
     from harmonic_sft.config import apply_overrides, parse
-    from harmonic_sft.training.run_config import RunConfig, load_run_config
+    from harmonic_sft.training.run_config import RunConfig, for_inner_head, load_run_config
 
     if options.config is None:
-        run = parse(RunConfig, apply_overrides(_run_of_flags(options), options.overrides))
+        data = _run_of_flags(options)
+        words = for_inner_head(options.overrides, data["head"])
+        run = parse(RunConfig, apply_overrides(data, words))
     else:
         run = load_run_config(options.config, options.overrides, head=options.head)
     # Imported here because it takes seconds: a mistyped key has been reported by now.

@@ -210,6 +210,23 @@ def test_a_run_without_a_file_is_the_recipe(runs, tiny_base):
     assert str(run.output_dir) == f"runs/{tiny_base.name}-dist"
 
 
+def test_options_of_a_named_head_are_its_own_behind_a_bases_layers(runs, tiny_base, tmp_path):
+    flags = ["--model", str(tiny_base), "--dataset", "my.txt"]
+    words = ["head.unit_sphere=false", "head.init=output_embeddings", "head.eps=1e-5"]
+    assert main(["train", *flags, *words]) == 0
+    scratch = ["model.from_scratch=true", "model.unfreeze={patterns: ['*']}"]
+    assert main(["train", *flags, *scratch, "head.unit_sphere=false"]) == 0
+    file = str(ROOT / "configs" / "modernbert.yaml")
+    assert main(["train", file, "--head", "cosine", "head.scale=7"]) == 0
+    assert main(["train", str(DEMO), "--head", "cosine", "head.scale=7"]) == 0
+    named, scratch, behind, alone = (run.head_settings() for run in runs)
+    assert (named["inner"]["unit_sphere"], named["inner"]["eps"]) == (False, 1e-5)
+    assert runs[0].head.init == "output_embeddings"
+    assert (scratch["name"], scratch["unit_sphere"]) == ("dist", False)
+    assert (behind["name"], behind["inner"]["scale"]) == ("transform", 7)
+    assert (alone["name"], alone["scale"]) == ("cosine", 7)
+
+
 @pytest.mark.parametrize(("rows", "held_out"), [(5, 1), (120, 12), (2000, 64)])
 def test_a_run_without_a_file_holds_out_at_most_a_tenth(runs, tiny_base, tmp_path, rows, held_out):
     path = tmp_path / "my.txt"

@@ -28,7 +28,6 @@ HEAD_KINDS = {
     "l2": "a head of squared distances",
     "power": "a head of powers of dot products",
     "rotation": "a learned rotation before its output head",
-    "transform": "the base's dense layer and norm before its output head",
     "multi_head": "a mean of several softmaxes",
 }
 MAX_LOG_ROWS = 12
@@ -119,7 +118,7 @@ def model_card(
         "head": config.head,
         "architecture": architecture,
         "task": task,
-        "head_kind": HEAD_KINDS.get(config.head["name"], "an output head of its own kind"),
+        "head_kind": _kind(config.head),
         "base": _base(config),
         "hub_name": hub_name,
         "head_file": HEAD_FILE,
@@ -201,6 +200,12 @@ def _eval_results(
         for key, name in metrics.items()
         if final.get(key) is not None
     ]
+
+
+def _kind(head: dict[str, Any]) -> str:
+    if head["name"] == "transform":
+        return f"{_kind(head['inner'])} behind the base's own dense layer and norm"
+    return HEAD_KINDS.get(head["name"], "an output head of its own kind")
 
 
 def _base(config: HarmonicConfig) -> str | None:

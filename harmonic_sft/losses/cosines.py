@@ -11,12 +11,19 @@ from torch import Tensor
 
 from harmonic_sft.config import STRICT
 from harmonic_sft.losses.loss import Loss
-from harmonic_sft.models import AffineLogits, CosineHead, DistanceLogits, Head
+from harmonic_sft.models import AffineLogits, CosineHead, DistanceLogits, Head, MappedHead
 from harmonic_sft.models.head import at_least_float32, label_nll, unit_rows
 from harmonic_sft.ops import by_chunks, linear_cross_entropy
 from harmonic_sft.ops.options import check_labels
 
 MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the square root is not finite
+
+
+def _compares(head: Head) -> Head:
+    """Return the head that compares hidden states, behind whatever maps them first."""
+    while isinstance(head, MappedHead):
+        head = head.inner
+    return head
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -31,7 +38,7 @@ class _MarginLoss(Loss):
         Raises:
             ValueError: It is another one.
         """
-        if not isinstance(head, CosineHead):
+        if not isinstance(_compares(head), CosineHead):
             raise ValueError(
                 f"loss {self.name}: expected a cosine head, got {head.settings()['name']}"
             )
@@ -42,9 +49,11 @@ class _MarginLoss(Loss):
         return by_chunks(self._dense, head, hidden_states, labels)
 
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        assert isinstance(head, CosineHead), "checked before"
+        cosines = _compares(head)
+        assert isinstance(cosines, CosineHead), "checked before"
         logits, labels = head(hidden_states), labels.unsqueeze(-1)  # [N, V], [N, 1]
-        return label_nll(logits, labels, self._with_margin(logits.gather(-1, labels), head.scale))
+        own = self._with_margin(logits.gather(-1, labels), cosines.scale)
+        return label_nll(logits, labels, own)
 
     @abstractmethod
     def _with_margin(self, logits: Tensor, scale: Tensor | float) -> Tensor:

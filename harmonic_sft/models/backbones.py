@@ -333,12 +333,12 @@ def layers_of_head(model: PreTrainedModel) -> list[str]:
 def base_of(
     model: PreTrainedModel, *, dtype: torch.dtype, is_causal: bool, name: str | None = None
 ) -> Base:
-    """Take a model of transformers apart: its backbone, and a decoder's or NeoBERT's head.
+    """Take a model of transformers apart: its backbone, and a language model's head.
 
     Where its weights came from is left out: they may have been changed since.
 
     Args:
-        model: Not copied.
+        model: Not copied; in evaluation mode afterwards.
         dtype: The backbone is cast to it.
         is_causal: It is a decoder, with a head or without.
         name: For messages; default: the class's.
@@ -589,7 +589,8 @@ def _masked_head(model: PreTrainedModel) -> Head | None:
     more to it.
     """
     config, output = model.config, model.get_output_embeddings()
-    if not isinstance(output, nn.Linear) or output.in_features != config.hidden_size:
+    shape = (config.vocab_size, config.hidden_size)
+    if not isinstance(output, nn.Linear) or output.weight.shape != shape:
         return None
     linear, layers = old_head(model), [model.get_submodule(n) for n in layers_of_head(model)]
     biases = [weight for weight in model.parameters() if weight.shape == linear.weight.shape[:1]]

@@ -172,7 +172,8 @@ def _report_layers(base: Base, head: dict[str, Any] | None) -> None:
             base.name,
         )
     if (base.left_out or has_transform) and not wants_it:
-        hint = " To keep them write head: {name: transform, inner: {name: dist}}."
+        own = (head or {"name": "dist"})["name"]
+        hint = f" To keep them write head: {{name: transform, inner: {{name: {own}, ...}}}}."
         logger.warning(
             "base %s: its own head also has %s, which are left out with it. What the new head sees "
             "has not passed through them: expect a high loss before training.%s",

@@ -169,8 +169,9 @@ class HarmonicTrainingArguments(TrainingArguments):
     )
     head: dict[str, Any] | str | None = _ours(
         "head",
-        more="Name of a head, or a dictionary with its arguments, init and tie. Default: dist, a "
-        "DistLayer on the unit sphere; on one of our models that has been loaded, its own.",
+        more="Name of a head, which goes behind the layers that the base has before its output "
+        "layer, or a dictionary with its arguments, init and tie, taken as it stands. Default: "
+        "dist, a DistLayer on the unit sphere; on one of our models that has been loaded, its own.",
     )
     h_exp: float | str | dict[str, Any] | None = _ours(
         "h_exp",

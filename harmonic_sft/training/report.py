@@ -21,7 +21,7 @@ from harmonic_sft.results import show_best, show_table
 from harmonic_sft.training.freezing import Part
 from harmonic_sft.training.loading import MODELS
 from harmonic_sft.training.memory import GIB
-from harmonic_sft.training.run_config import RunConfig
+from harmonic_sft.training.run_config import RunConfig, heads_in
 
 logger = logging.getLogger(__name__)
 PREDICTED = {
@@ -104,7 +104,8 @@ def show_parts(run: RunConfig, rows: Sequence[Part]) -> None:
         (*part[:4], f"{(part.bytes + part.training_bytes) / MIB:,.1f}") for part in (*rows, total)
     ]
     columns = ["part", "dtype", "parameters", "trainable", "memory, MiB (*)"]
-    title = f"{run.model.base} + {run.head.name} head; (*) weights, gradients, optimizer"
+    names = " of ".join(settings["name"] for settings in heads_in(run.head_settings()))
+    title = f"{run.model.base} + {names} head; (*) weights, gradients, optimizer"
     show_table(title, columns, table)
 
 

@@ -488,6 +488,7 @@ def load_run_config(
         is_behind = isinstance(old, dict) and old.get("name") == "transform"
         new = behind_transform(head) if is_behind else head
         data = fill_recipe({**data, "head": new, "h_exp": h_exp, "loss": None})
+        overrides = for_inner_head(overrides, new)
     data = apply_overrides(data, overrides)
     if isinstance(training := data.get("training"), dict):
         data["training"] = {"output_dir": str(Path("runs", Path(path).stem)), **training}
@@ -513,6 +514,24 @@ def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
 def behind_transform(name: str) -> dict[str, Any]:
     """Return the section of a head that is put behind the layers of the base's own."""
     return {"name": "transform", "inner": {"name": name}} if name != "transform" else {"name": name}
+
+
+def for_inner_head(overrides: Sequence[str], head: Any) -> list[str]:
+    """Return overrides in which `head.KEY` of a head that was only named is its own key.
+
+    Args:
+        overrides: `key.key=value` each.
+        head: What `behind_transform` returned; any other head's overrides stay as they are.
+    """
+    if not isinstance(head, Mapping) or "inner" not in head:
+        return list(overrides)
+    own = tuple(f"head.{key}" for key in ("init", "tie", "inner", "name"))
+    return [
+        f"head.inner.{word.removeprefix('head.')}"
+        if word.startswith("head.") and not word.startswith(own)
+        else word
+        for word in overrides
+    ]
 
 
 def heads_in(settings: Any) -> Iterator[dict[str, Any]]:

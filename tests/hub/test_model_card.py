@@ -185,6 +185,24 @@ def test_the_evaluation_table_holds_the_metrics_with_units():
     assert float(table[3][1]) == round(results["unigram_loss"], 3)
 
 
+def test_a_head_behind_the_bases_layers_is_described_as_what_it_is():
+    layers = {"activation": "gelu", "bias": False, "norm_bias": False, "norm_eps": 1e-5}
+    card = make_card(make_config({"name": "transform", **layers, "inner": DIST}))
+    plain = make_card(make_config(DIST))
+    assert "with a distance head behind the base's own dense layer and norm, fine-tuned" in card
+    passed = [line for line in card.splitlines() if "first passes the dense layer" in line]
+    assert len(passed) == 1
+    assert "(gelu)" in passed[0]
+    for sentence in (
+        "A softmax head compares",
+        "`model.dist_head.prototypes` holds",
+        "## The expo",
+    ):
+        assert sentence in card
+        assert sentence in plain
+    assert "first passes" not in plain
+
+
 @pytest.mark.parametrize(("steps", "every"), [(50, 20), (200, None), (10_000, 20)])
 def test_the_log_is_thinned_out_and_keeps_both_ends_and_the_evaluations(steps, every):
     results = make_results(steps=steps)

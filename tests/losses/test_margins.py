@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harmonic_sft.losses import ArcFaceLoss, CosFaceLoss
-from harmonic_sft.models import CosineHead, DistLayer
+from harmonic_sft.models import CosineHead, DistLayer, TransformHead
 
 V, D = 20, 6
 
@@ -45,6 +45,15 @@ def test_a_head_without_angles_is_refused():
     states, labels = torch.randn(2, 4), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="loss arcface: expected a cosine head, got dist"):
         ArcFaceLoss()(DistLayer(4, 3), states, labels)
+
+
+@pytest.mark.parametrize("loss_class", [ArcFaceLoss, CosFaceLoss])
+def test_a_margin_is_for_a_cosine_head_behind_other_layers_too(loss_class):
+    torch.manual_seed(0)
+    head = TransformHead(D, V, inner={"name": "cosine", "scale": 9.0}).double()
+    states, labels = torch.randn(8, D, dtype=torch.float64), torch.randint(V, (8,))
+    expected = loss_class(margin=0.3)(head.inner, head.mapped(states), labels)
+    torch.testing.assert_close(loss_class(margin=0.3)(head, states, labels), expected)
 
 
 @pytest.mark.parametrize("loss_class", [ArcFaceLoss, CosFaceLoss])

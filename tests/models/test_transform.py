@@ -118,7 +118,7 @@ def test_another_head_is_put_behind_the_bases_layers(base, family, tmp_path, cap
 
 def test_a_head_without_them_says_what_to_write(base, caplog):
     HarmonicForMaskedLM.from_base(base("bert"), head={"name": "dist"})
-    assert "To keep them write head: {name: transform, inner: {name: dist}}" in caplog.text
+    assert "To keep them write head: {name: transform, inner: {name: dist, ...}}" in caplog.text
 
 
 def test_layers_that_compute_something_else_are_not_drawn_anew(base, tmp_path, monkeypatch):
@@ -203,6 +203,12 @@ def test_fields_that_the_base_decides_are_not_dropped_in_silence(base, changes, 
 def test_the_bases_own_head_is_of_the_same_kind_within(base):
     with pytest.raises(ValueError, match=r"init base_head: expected base .* to have a head like"):
         HarmonicForMaskedLM.from_base(base("bert"), head=BEHIND, init="base_head")
+
+
+def test_an_output_layer_of_other_sizes_is_not_taken(tmp_path):
+    save_encoder("deberta-v2", tmp_path, legacy=False)
+    model = HarmonicForMaskedLM.from_base(tmp_path)
+    assert model.config.head["name"] == "dist"
 
 
 def test_heads_that_take_no_16_bits_are_looked_at_in_32(tmp_path):

@@ -304,6 +304,13 @@ def test_weight_decay_leaves_prototypes_out(make_yaml, tie):
     assert "model.backbone.encoder.layer.2.output.dense.weight" in decayed
 
 
+def test_weight_decay_is_for_a_dense_layer_before_the_prototypes(make_yaml):
+    head = {"name": "transform", "inner": {"name": "dist"}}
+    trainer = prepared(make_yaml(head=head, training={"weight_decay": 0.1})).trainer
+    decayed = trainer.get_decay_parameter_names(trainer.model)
+    assert [n for n in decayed if "dist_head" in n] == ["dist_head.dense_weight"]
+
+
 @pytest.mark.parametrize("name", ["linear", "multi_head", "rotation"])
 def test_weight_decay_is_for_a_linear_head_and_for_one_inside(make_yaml, name):
     head = {"name": name} if name == "linear" else {"name": name, "inner": {"name": "linear"}}
