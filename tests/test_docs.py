@@ -24,6 +24,14 @@ PAGES = [README, ROOT / "CONTRIBUTING.md", *EXPERIMENTS, SKILL, *DOCS]
 MAX_WORDS = 1500
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ANY = re.compile(r"\b(EXPERIMENT|NAME)\b")  # a command that stands for several
+KEPT_LAYERS = ROOT / "docs" / "kept_layers.json"
+LAYERS = {
+    "linear, behind the layers": "linear_ce",
+    "dist, behind the layers": "dist_behind",
+    "dist alone": "dist_alone",
+    "linear alone": "linear_alone",
+}
+SCALES = {"post_hoc_loss": 1, "accuracy": 100}
 DEMO = {  # how a row of the demo's table begins, and what it shows
     "base: linear head": ("demo_base", "final"),
     "head replaced by": ("demo", "before"),
@@ -158,6 +166,33 @@ def test_the_gains_of_steeper_exponents_are_those_measured():
         assert f"{differences.mean():+.3f} \u00b1 {half_width:.3f}" in section
         if row == "dist_h24":
             assert f"{abs(differences.mean()):.3f} \u00b1 {half_width:.3f}" in readme
+
+
+def test_what_a_bases_own_layers_are_worth_is_what_was_measured():
+    rows = {row["name"]: row for row in json.loads(KEPT_LAYERS.read_text())["rows"]}
+    page = ROOT / "docs" / "results.md"
+    section = page.read_text().split("### Behind the base's own layers")[1].split("\n## ")[0]
+    for start, name in LAYERS.items():
+        before = rows[name]["start"]["before"]["mean"]
+        found = [(rows[name]["metrics"][key], scale) for key, scale in SCALES.items()]
+        shown = [
+            f"{scale * one['mean']:.{digits}f} \u00b1 {scale * one['half_width']:.{digits}f}"
+            for (one, scale), digits in zip(found, (3, 1), strict=True)
+        ]
+        assert cells(page, start) == [f"{before:.2f}", *shown]
+    losses = {name: row["metrics"]["post_hoc_loss"]["values"] for name, row in rows.items()}
+    for row, against in (
+        ("dist_behind", "dist_alone"),
+        ("dist_behind", "linear_ce"),
+        ("linear_alone", "linear_ce"),
+    ):
+        differences = np.subtract(losses[row], losses[against])
+        interval = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+        half_width = (interval.high - interval.low) / 2
+        shown = f"{abs(differences.mean()):.3f} \u00b1 {half_width:.3f}"
+        assert shown in " ".join(section.split())
+        if row == "dist_behind":
+            assert shown in " ".join(README.read_text().split()) or against == "dist_alone"
 
 
 @pytest.mark.parametrize("figure", ["2", "4", "6", "7", "10", "12"])
