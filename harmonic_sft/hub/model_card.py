@@ -204,7 +204,7 @@ def _eval_results(
 
 def _kind(head: dict[str, Any]) -> str:
     if head["name"] == "transform":
-        return f"{_kind(head['inner'])} behind the base's own dense layer and norm"
+        return f"{_kind(head['inner'])} behind a dense layer and a norm"
     return HEAD_KINDS.get(head["name"], "an output head of its own kind")
 
 
