@@ -24,7 +24,7 @@ from experiments.cost import allocated_peak, measure
 from experiments.figures import check_output
 from harmonic_sft.losses import CrossEntropyLoss, Distillation, DistillLoss, HarmonicLoss
 from harmonic_sft.models import HarmonicForCausalLM
-from harmonic_sft.models.backbones import old_head
+from harmonic_sft.models.bases import old_head
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.freezing import frozen_copy
 

@@ -196,7 +196,7 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration for --model and --dataset: the NeoBERT recipe."""
     from harmonic_sft.config import apply_overrides
     from harmonic_sft.models import max_positions
-    from harmonic_sft.models.backbones import check_supported, has_transform
+    from harmonic_sft.models.bases import check_supported, has_transform
     from harmonic_sft.training.loading import MODELS, load_base_config
     from harmonic_sft.training.preparation import task_of
     from harmonic_sft.training.run_config import (

@@ -35,7 +35,7 @@ from harmonic_sft.models import (
     check_prototypes,
     load_checked,
 )
-from harmonic_sft.models.backbones import FACTORS, SOFTCAP
+from harmonic_sft.models.bases import FACTORS, SOFTCAP
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
 from harmonic_sft.models.modeling_backbone import share_weights

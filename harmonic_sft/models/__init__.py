@@ -1,15 +1,7 @@
 """Models and heads; these files are copied to the Hub as they stand."""
 
-from .backbones import (
-    Base,
-    base_of,
-    find_blocks,
-    known_blocks,
-    load_base,
-    load_checked,
-    max_positions,
-    random_base,
-)
+from .backbones import find_blocks, known_blocks, load_checked, max_positions
+from .bases import Base, base_of, load_base, random_base
 from .configuration_harmonic import HarmonicConfig
 from .configuration_neobert import NeoBERTConfig
 from .dist_layer import DistLayer

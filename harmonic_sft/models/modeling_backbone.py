@@ -19,18 +19,17 @@ from transformers.utils import logging
 
 from .backbones import (
     CACHE,
-    Base,
     blocks_without_graph,
     build_backbone,
     castable,
     check_whole,
     commit_of,
-    copy_head_,
     known_blocks,
     settle_quantized_,
     take_cache,
     trains,
 )
+from .bases import Base, copy_head_
 from .configuration_harmonic import HarmonicConfig, quantization_method
 from .document_attention import document_arguments
 from .head import Head, at_least_float32, check_prototypes, find_not_finite, keep_precision

@@ -20,7 +20,8 @@ from transformers.modeling_outputs import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple, logging
 
-from .backbones import CACHE, Base, load_base, take_cache, trains
+from .backbones import CACHE, take_cache, trains
+from .bases import Base, load_base
 from .configuration_harmonic import HarmonicConfig
 from .head import at_least_float32
 from .heads import TransformHead

@@ -21,7 +21,7 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     HarmonicLanguageModel,
 )
-from harmonic_sft.models.backbones import check_supported
+from harmonic_sft.models.bases import check_supported
 from harmonic_sft.models.configuration_harmonic import quantization_fields, quantization_method
 from harmonic_sft.models.document_attention import PACKABLE, PACKABLE_DECODERS
 from harmonic_sft.models.partial_checkpoint import check_not_partial

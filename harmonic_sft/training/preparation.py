@@ -42,7 +42,8 @@ from harmonic_sft.models import (
     max_positions,
     random_base,
 )
-from harmonic_sft.models.backbones import check_supported, has_transform, trains
+from harmonic_sft.models.backbones import trains
+from harmonic_sft.models.bases import check_supported, has_transform
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.models.heads import MappedHead, check_class
 from harmonic_sft.models.objective import negative_log_likelihood

@@ -21,7 +21,8 @@ from harmonic_sft.models import (
     HarmonicModel,
     max_positions,
 )
-from harmonic_sft.models.backbones import base_of, blocks_without_graph, check_whole, load_base
+from harmonic_sft.models.backbones import blocks_without_graph, check_whole
+from harmonic_sft.models.bases import base_of, load_base
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
 from tests.saved_models import change_json
 

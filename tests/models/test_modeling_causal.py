@@ -28,7 +28,8 @@ from harmonic_sft.models import (
     HarmonicForMaskedLM,
     build_head,
 )
-from harmonic_sft.models.backbones import CACHE, base_of, load_base
+from harmonic_sft.models.backbones import CACHE
+from harmonic_sft.models.bases import base_of, load_base
 from tests.decoders import FAMILIES, D, V, save_decoder, save_tokenizer
 
 ROWS = torch.randint(3, V, (2, 10), generator=torch.Generator().manual_seed(0))

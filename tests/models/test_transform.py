@@ -21,10 +21,10 @@ from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForMaskedLM,
     TransformHead,
-    backbones,
     base_of,
+    bases,
 )
-from harmonic_sft.models.backbones import has_transform
+from harmonic_sft.models.bases import has_transform
 from tests.encoders import SIZES, SPECIAL, save_encoder
 
 BEHIND = {"name": "transform", "inner": {"name": "dist"}}
@@ -123,7 +123,7 @@ def test_a_head_without_them_says_what_to_write(base, caplog):
 
 def test_layers_that_compute_something_else_are_not_drawn_anew(base, tmp_path, monkeypatch):
     """What the name of a head asks for where the check of a loaded base fails."""
-    monkeypatch.setattr(backbones, "_differ", lambda *_: True)
+    monkeypatch.setattr(bases, "_differ", lambda *_: True)
     message = r"^head transform: expected base .* linear output layer, got .*dense, which compute"
     for head in (BEHIND, {"name": "transform"}):
         with pytest.raises(ValueError, match=message):

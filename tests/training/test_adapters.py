@@ -31,7 +31,8 @@ from harmonic_sft.models import (
     HarmonicForSequenceClassification,
     NeoBERTConfig,
 )
-from harmonic_sft.models.backbones import base_of, blocks_without_graph, find_blocks
+from harmonic_sft.models.backbones import blocks_without_graph, find_blocks
+from harmonic_sft.models.bases import base_of
 from harmonic_sft.training.adapters import (
     add_lora_,
     covering_modules,

@@ -26,7 +26,8 @@ from harmonic_sft.hub.linear_export import export_linear
 from harmonic_sft.hub.run_folder import Destination, read_trained
 from harmonic_sft.hub.staging import check_form, stage
 from harmonic_sft.models import HarmonicForCausalLM
-from harmonic_sft.models.backbones import check_embeddings, is_quantized, settle_quantized_
+from harmonic_sft.models.backbones import is_quantized, settle_quantized_
+from harmonic_sft.models.bases import check_embeddings
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.checkpoints import check_frozen, frozen_sha256, write_manifest
 from harmonic_sft.training.evaluation import evaluate_folder
