@@ -162,7 +162,7 @@ def _load_masked(name: str, options: dict[str, Any]) -> PreTrainedModel | None:
         return None
     try:
         model = load_checked(AutoModelForMaskedLM, name, **options)
-    except ValueError as error:  # its body may be whole; if not, whoever loads that says so
+    except Exception as error:  # transformers' too; whoever loads the body says what is wrong there
         logger.warning("%s. Its own head is left out.", error)
         return None
     if without_pooler(config) and getattr(model.base_model, "pooler", None) is not None:
@@ -469,10 +469,11 @@ def _masked_head(model: PreTrainedModel) -> Head | None:
     is_low = model.dtype.itemsize < 4
     try:
         states, native = _look(model)
-    except RuntimeError:  # DeBERTa's head takes no 16 bits
+    except Exception as error:  # of a model that is not ours
         if not is_low:
-            raise
-        states, native = _look(copy.deepcopy(model).float())
+            logger.warning("%s. The base's own head cannot be computed.", error)
+            return None
+        states, native = _look(copy.deepcopy(model).float())  # DeBERTa's takes no 16 bits
 
     def error(activation: str) -> float:
         if isinstance(head, TransformHead):

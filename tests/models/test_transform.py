@@ -213,6 +213,17 @@ def test_an_output_layer_of_other_sizes_is_not_taken(tmp_path):
     assert model.config.head["name"] == "dist"
 
 
+def test_a_head_that_cannot_be_computed_is_left_out_with_a_word(base, monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(BertForMaskedLM, "forward", fail)
+    model = HarmonicForMaskedLM.from_base(base("bert"))
+    assert model.config.head["name"] == "dist"
+    assert "no such argument. The base's own head cannot be computed" in caplog.text
+    assert "which are left out with it" in caplog.text
+
+
 def test_heads_that_take_no_16_bits_are_looked_at_in_32(tmp_path):
     save_encoder("deberta", tmp_path)
     model = HarmonicForMaskedLM.from_base(tmp_path, dtype=torch.bfloat16)
