@@ -39,7 +39,7 @@ from .backbones import (
 )
 from .configuration_harmonic import quantization_method
 from .head import Head
-from .heads import TransformHead
+from .heads import TransformHead, heads_in
 from .linear_heads import LinearHead
 from .modeling_neobert import NeoBERTForMaskedLM
 
@@ -278,21 +278,16 @@ def copy_head_(head: Head, base: Base) -> None:
     """
     own, weights = ({}, {}) if base.head is None else (base.head.settings(), base.head.state_dict())
     expected = head.settings()
-    if _kinds(own) != _kinds(expected) or weights.keys() != head.state_dict().keys():
+    kinds = [
+        [(part.get("name"), part.get("softcap")) for part in heads_in(settings)]
+        for settings in (own, expected)
+    ]
+    if kinds[0] != kinds[1] or weights.keys() != head.state_dict().keys():
         raise ValueError(
             f"init base_head: expected base {base.name} to have a head like {expected}, "
             f"got {own or 'none'}"
         )
     head.load_state_dict(weights)
-
-
-def _kinds(settings: dict[str, Any]) -> list[Any]:
-    """Return what a head and those inside it are, whatever their weights."""
-    kinds: list[Any] = []
-    while settings:
-        kinds.append((settings.get("name"), settings.get("softcap")))
-        settings = settings.get("inner") or {}
-    return kinds
 
 
 def check_embeddings(name: str, backbone: PreTrainedModel) -> None:

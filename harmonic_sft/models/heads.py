@@ -1,6 +1,7 @@
 """Heads around other heads, and all output heads by name."""
 
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -357,6 +358,13 @@ HEADS: dict[str, type[Head]] = {
     "transform": TransformHead,
     "multi_head": MultiHead,
 }
+
+
+def heads_in(settings: Any) -> Iterator[dict[str, Any]]:
+    """Yield the settings of a head, then those of the head inside it, and so on."""
+    while isinstance(settings, Mapping):
+        yield settings
+        settings = settings.get("inner")
 
 
 def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -> Head:

@@ -17,6 +17,7 @@ from transformers.training_args import trainer_log_levels
 from harmonic_sft.config import check_fields, load_text, parse, to_plain
 from harmonic_sft.losses import LOSSES, SumLoss
 from harmonic_sft.losses.loss import Loss
+from harmonic_sft.models.heads import heads_in
 from harmonic_sft.training.run_config import (
     CLASSIFICATION,
     DEFAULTS,
@@ -29,7 +30,6 @@ from harmonic_sft.training.run_config import (
     behind_transform,
     check_refused,
     fill_recipe,
-    heads_in,
 )
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.

@@ -16,12 +16,13 @@ from harmonic_sft.data.heldout import COPIES
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.statistics import UNDECIDED, holm, show_interval, t_interval, verdict
+from harmonic_sft.models.heads import heads_in
 from harmonic_sft.plots import plot_comparison
 from harmonic_sft.results import show_best, show_table
 from harmonic_sft.training.freezing import Part
 from harmonic_sft.training.loading import MODELS
 from harmonic_sft.training.memory import GIB
-from harmonic_sft.training.run_config import RunConfig, heads_in
+from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 PREDICTED = {

@@ -7,7 +7,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -27,6 +27,7 @@ from harmonic_sft.config import (
 from harmonic_sft.data import DataConfig, MaskConfig, check_label_settings
 from harmonic_sft.losses import LOSSES, DistillLoss
 from harmonic_sft.models import HEADS, build_head
+from harmonic_sft.models.heads import heads_in
 
 if TYPE_CHECKING:
     from harmonic_sft.training.arguments import HarmonicTrainingArguments
@@ -532,13 +533,6 @@ def for_inner_head(overrides: Sequence[str], head: Any) -> list[str]:
         else word
         for word in overrides
     ]
-
-
-def heads_in(settings: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a head, then those of the head inside it, and so on."""
-    while isinstance(settings, Mapping):
-        yield settings
-        settings = settings.get("inner")
 
 
 def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
