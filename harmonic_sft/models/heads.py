@@ -367,6 +367,11 @@ def heads_in(settings: Any) -> Iterator[dict[str, Any]]:
         settings = settings.get("inner")
 
 
+def behind_transform(name: str) -> dict[str, Any]:
+    """Return the settings of a head, known by its name, behind the layers of the base's own."""
+    return {"name": "transform", "inner": {"name": name}} if name != "transform" else {"name": name}
+
+
 def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -> Head:
     """Build a head from `{"name": ..., fields...}`, the inverse of `Head.settings`.
 

@@ -24,7 +24,7 @@ from .backbones import CACHE, take_cache, trains
 from .bases import Base, load_base
 from .configuration_harmonic import HarmonicConfig
 from .head import at_least_float32
-from .heads import TransformHead
+from .heads import TransformHead, behind_transform
 from .modeling_backbone import HarmonicHeadModel
 from .objective import IGNORE_INDEX
 
@@ -136,7 +136,7 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         else:
             embeddings = base.head.prototypes if init == "output_embeddings" else None
         if head is None and isinstance(base.head, TransformHead):
-            head = {"name": "transform", "inner": {"name": "dist"}}
+            head = behind_transform("dist")
         _report_layers(base, head)
         model = cls._from_loaded_base(
             base,

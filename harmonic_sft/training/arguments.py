@@ -17,7 +17,7 @@ from transformers.training_args import trainer_log_levels
 from harmonic_sft.config import check_fields, load_text, parse, to_plain
 from harmonic_sft.losses import LOSSES, SumLoss
 from harmonic_sft.losses.loss import Loss
-from harmonic_sft.models.heads import heads_in
+from harmonic_sft.models.heads import behind_transform, heads_in
 from harmonic_sft.training.run_config import (
     CLASSIFICATION,
     DEFAULTS,
@@ -27,7 +27,6 @@ from harmonic_sft.training.run_config import (
     OWN_WEIGHTS,
     PeftConfig,
     RunConfig,
-    behind_transform,
     check_refused,
     fill_recipe,
 )

@@ -27,7 +27,7 @@ from harmonic_sft.config import (
 from harmonic_sft.data import DataConfig, MaskConfig, check_label_settings
 from harmonic_sft.losses import LOSSES, DistillLoss
 from harmonic_sft.models import HEADS, build_head
-from harmonic_sft.models.heads import heads_in
+from harmonic_sft.models.heads import behind_transform, heads_in
 
 if TYPE_CHECKING:
     from harmonic_sft.training.arguments import HarmonicTrainingArguments
@@ -510,11 +510,6 @@ def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
         h_exp = -12.0 if is_classifier else {"start": -12.0, "end": -4.0}
     loss = settings.get("loss") or ("cross_entropy" if h_exp is None else "harmonic")
     return {**settings, "head": _as_section(head), "h_exp": h_exp, "loss": _as_section(loss)}
-
-
-def behind_transform(name: str) -> dict[str, Any]:
-    """Return the section of a head that is put behind the layers of the base's own."""
-    return {"name": "transform", "inner": {"name": name}} if name != "transform" else {"name": name}
 
 
 def for_inner_head(overrides: Sequence[str], head: Any) -> list[str]:
