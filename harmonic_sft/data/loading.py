@@ -62,7 +62,6 @@ from harmonic_sft.data.sources import (
     most_streams,
     names_of_classes,
     readable_rows,
-    shard_sizes,
 )
 from harmonic_sft.data.streams import LogicalStream, Members, Snapshot, StreamedRows
 from harmonic_sft.models import max_positions
@@ -222,17 +221,6 @@ def _streamed_data(
     """
     count = min(config.streams, *(most_streams(documents) for documents, _ in opened))
     weights = [source.weight for source in config.sources if source.weight is not None]
-    for documents, maker in opened:
-        sizes = shard_sizes(documents)
-        if count > 1 and max(sizes) > 2 * min(sizes):
-            logger.warning(
-                "%s: the files or row groups differ in size up to %.0f times. The %d streams give "
-                "as many rows each, those of small ones more often. data.streams: 1 reads each "
-                "once in a pass.",
-                maker.name,
-                max(sizes) / min(sizes),
-                count,
-            )
     streams = [
         LogicalStream(
             # One stream is not sharded: datasets would even then split what follows a skip.

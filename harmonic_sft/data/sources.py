@@ -39,7 +39,6 @@ from harmonic_sft.data.files import (
     PLACE,
     FileRows,
     Row,
-    Shard,
     file_kind,
     file_shards,
     file_version,
@@ -279,14 +278,6 @@ def most_streams(documents: IterableDataset) -> int:
         for step in stream_steps(documents)
     )
     return 1 if is_counted else documents.num_shards
-
-
-def shard_sizes(documents: IterableDataset) -> list[int]:
-    """Return the sizes of the files or row groups of a stream, as far as they are known here."""
-    shards = getattr(documents._ex_iterable, "kwargs", {}).get("shards", [])
-    ours = [shard for shard in shards if isinstance(shard, Shard)]  # a user's may be of any type
-    known = [shard for shard in ours if shard.num_rows or not is_url(shard.file)]
-    return [shard.num_rows or Path(shard.file).stat().st_size for shard in known] or [1]
 
 
 def _load_files(source: Source, path: Path, name: str) -> FileRows | IterableDataset:

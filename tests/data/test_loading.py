@@ -5,10 +5,8 @@ import re
 from collections import Counter
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, IterableDataset, concatenate_datasets
+from datasets import Dataset, concatenate_datasets
 from pydantic import ValidationError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -552,15 +550,6 @@ def test_copies_of_tokens_are_told_without_padding_and_special_tokens(tokenizer,
     assert not kept & {tuple(ids.tolist()) for ids in originals(data.train)}
 
 
-@pytest.mark.parametrize(("streams", "is_said"), [(16, True), (1, False)])
-def test_row_groups_of_other_sizes_are_said(tokenizer, tmp_path, caplog, streams, is_said):
-    table = pa.table({"text": [f"word{k % 200} word{k % 7}" for k in range(230)]})
-    pq.write_table(table, tmp_path / "texts.parquet", row_group_size=100)
-    source = Source(path=str(tmp_path / "texts.parquet"), streaming=True)
-    load(tokenizer, source, streams=streams)
-    assert ("row groups differ in size up to 3 times" in caplog.text) == is_said
-
-
 def trained_words(tokenizer, documents):
     """The first words of the documents in the first pass over a stream that was given as object."""
     source = GivenSource(path="train_dataset", streaming=True, documents=documents)
@@ -600,14 +589,3 @@ def test_shards_that_a_filter_empties_take_no_part(tokenizer):
     table = Dataset.from_list([{"text": f"word{index}"} for index in range(100, 140)])
     stream = table.to_iterable_dataset(num_shards=4).filter(lambda row: row["text"] < "word115")
     assert trained_words(tokenizer, stream) == [f"word{index}" for index in range(100, 115)]
-
-
-def texts_of(shards):
-    for word in shards:
-        yield {"text": word}
-
-
-def test_shards_of_a_generator_need_not_be_files(tokenizer):
-    words = ["word1", "word2", "word3"]
-    stream = IterableDataset.from_generator(texts_of, gen_kwargs={"shards": words})
-    assert trained_words(tokenizer, stream) == words
