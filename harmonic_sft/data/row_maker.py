@@ -10,7 +10,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -311,16 +310,10 @@ def _make_rows(
                 progress.update(len(batch))
             return
         context = multiprocessing.get_context("spawn")
-        try:
-            with ProcessPoolExecutor(num_proc, mp_context=context) as pool:
-                while group := list(itertools.islice(batches, 4 * num_proc)):
-                    yield from pool.map(maker, group)
-                    progress.update(sum(map(len, group)))
-        except BrokenProcessPool as error:
-            raise ValueError(
-                "data.num_proc: expected processes that start and stay, got one that ended. Put "
-                "the script's code under if __name__ == '__main__':, or leave the setting out"
-            ) from error
+        with ProcessPoolExecutor(num_proc, mp_context=context) as pool:
+            while group := list(itertools.islice(batches, 4 * num_proc)):
+                yield from pool.map(maker, group)
+                progress.update(sum(map(len, group)))
 
 
 def _characters(row: Row) -> int:

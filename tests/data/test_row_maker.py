@@ -29,7 +29,6 @@ from harmonic_sft.data.row_maker import (
     unigram_counts,
 )
 from tests.data.conftest import load
-from tests.elsewhere import run_python
 
 TEXTS = [
     " ".join(f"word{(7 * index + length) % 200}" for index in range(length))
@@ -256,20 +255,6 @@ def test_table_and_stream_give_the_same_rows(tokenizer, num_proc, word_ids):
     expected = make(maker, documents(TEXTS))
     assert make_table(maker, texts_table(TEXTS), num_proc=num_proc) == expected
     assert sorted(expected[0][0]) == sorted(maker.columns)
-
-
-UNGUARDED = """
-from tests.data.conftest import bert_like, load
-load(bert_like(["a"]), {"path": __file__, "format": "text"}, num_proc=2)
-"""
-
-
-@pytest.mark.slow
-def test_a_script_that_its_processes_would_run_again_ends_with_a_reason(tmp_path):
-    (tmp_path / "script.txt").write_text(UNGUARDED)
-    done = run_python(tmp_path / "script.txt", status=1, HF_DATASETS_CACHE=str(tmp_path))
-    assert "ValueError: data.num_proc: expected processes that start" in done.stderr
-    assert done.stderr.rstrip().endswith("or leave the setting out")
 
 
 def test_table_goes_by_the_settings_of_its_maker(tokenizer, datasets_cache):
