@@ -66,10 +66,7 @@ class MaskedRows(torch.utils.data.Dataset):
         return len(self.rows if self.packs is None else self.packs)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Return `input_ids` and `labels`, both `[T]` int64, of one row.
-
-        Those of a pack are its rows' one after the other, with `position_ids` from `join_rows`.
-        """
+        """Return `input_ids` and `labels`, both `[T]` int64, of a row or a joined pack."""
         if self.packs is None:
             return self._masked(index)
         return join_rows([self._masked(member) for member in self.packs[int(index)]])
@@ -89,10 +86,8 @@ class MaskedRows(torch.utils.data.Dataset):
 class EpochSampler(torch.utils.data.Sampler[int]):
     """Shuffle the rows by (seed, epoch) alone, and keep the order and the masks in one epoch.
 
-    accelerate 1.15 hands the epoch to the sampler *or* to the data set, which of the two depending
-    on the number of processes and on whether the run was resumed in mid-epoch
-    (`DataLoaderShard.set_epoch`). The sampler has no epoch of its own and passes on the one it is
-    given, so either way both see it.
+    accelerate 1.15 hands the epoch to the sampler *or* to the data set
+    (`DataLoaderShard.set_epoch`). The sampler passes it on, so either way both see it.
     """
 
     def __init__(self, rows: MaskedRows, *, seed: int) -> None:

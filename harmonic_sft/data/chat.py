@@ -64,22 +64,13 @@ class Conversation:
 
 
 class ConversationWriter:
-    r"""Writes conversations by the tokenizer's chat template, or in a form of ours without one.
+    """Writes conversations by the tokenizer's chat template, or in a form of ours without one.
 
-    Our form of a turn is its role as text, `user:\n`, its content, and an end-of-turn token: the
-    tokenizer's sep token, or its eos token. Tool calls follow the content as `<tool_call>`, JSON,
-    `</tool_call>`; the definitions of tools are a first turn `tools:\n`. The parts are tokenized
-    one by one, so no token lies across the edge of what is scored.
-
-    A chat template's text is tokenized as a whole. Scored is what it marks by `{% generation %}`;
-    without that, what an assistant turn adds to the text before it and its header. A token across
-    an edge counts as the turn's, and so does the special token that ends the turn, but not
-    whitespace after it. A message that spells a special token makes the row a bad one.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        loss_on: `all` scores every token, `assistant` all turns of the assistant (content, tool
-            calls, end of turn), `completion` only those of the completion.
+    The parts of our form are tokenized one by one, so no token lies across the edge of what is
+    scored. A chat template's text is tokenized as a whole. Scored is what it marks by
+    `{% generation %}`; without that, what an assistant turn adds to the text before it and its
+    header. A token across an edge counts as the turn's, and so does the special token that ends
+    the turn, but not whitespace after it.
     """
 
     def __init__(
@@ -110,7 +101,6 @@ class ConversationWriter:
         return self._template_pieces(conversation, turns)
 
     def _scored_turns(self, conversation: Conversation) -> list[int]:
-        """Number the turns to score: the assistant's, or those of the completion among them."""
         roles = [message["role"] for message in conversation.messages]
         turns = [index for index, role in enumerate(roles) if role == "assistant"]
         if self.loss_on == "completion":
@@ -123,7 +113,6 @@ class ConversationWriter:
         return turns
 
     def _plain_pieces(self, conversation: Conversation, turns: Sequence[int]) -> list[Piece]:
-        """Write the turns in our own form."""
         end_of_turn = self.tokenizer.sep_token or self.tokenizer.eos_token
         if end_of_turn is None:
             raise ValueError(
@@ -153,7 +142,6 @@ class ConversationWriter:
         return pieces
 
     def _template_pieces(self, conversation: Conversation, turns: Sequence[int]) -> list[Piece]:
-        """Write the turns by the chat template, and find the characters of those to score."""
         messages, tools = conversation.messages, conversation.tools or None
         text, marks = self._render(messages, tools)
         spans = []

@@ -198,7 +198,6 @@ def _csv_rows(file: str) -> Iterator[Row]:
 
 
 def _json_rows(file: str) -> Iterator[Row]:
-    """Yield the objects of a file, one in a line or all in one list, which is read as a whole."""
     rows = None
     try:
         with _open_binary(file) as stream:

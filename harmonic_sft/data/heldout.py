@@ -185,11 +185,7 @@ def record(
     base: str | None,
     trained: np.ndarray | None,
 ) -> None:
-    """Write into a run's folder what tells later whether its model was trained on a document.
-
-    `results/held_out.json` holds the arguments and the digest of the base's own list.
-    `results/trained_documents.npy` holds the sorted `trained`; a run on a stream writes none.
-    Neither is ever published; the digest of the held-out documents may be.
+    """Write what `lineage` reads into a run's folder; only the digest may ever be published.
 
     Args:
         folder: The run's.
@@ -220,10 +216,7 @@ def lineage(
 ) -> list[Ancestor]:
     """Tell whether a model, its base, the base of that and so on were trained on documents.
 
-    A run on a table records its training documents: the model has seen these and no others. A run
-    on a stream records only the held-out ones: the model has not seen these, and counts as having
-    seen any other document of the run's own sources. All else is unknown: documents of another
-    source, a model that is not of a run of ours, a base that was replaced since.
+    docs/data.md has the table of verdicts.
 
     Args:
         model: Folder or name; None for random weights, which have seen nothing.

@@ -116,7 +116,6 @@ def _show_sizes(
     batch_size: int,
     seed: int,
 ) -> None:
-    """Print how long rows and packs are, and how full their batches."""
     lines = []
     for kind, lengths in sizes.items():
         quantiles = np.quantile(lengths, [0, 0.5, 0.95, 1]).astype(int).tolist()

@@ -212,10 +212,7 @@ def _streamed_data(
     eval_rows: datasets.Dataset | None,
     bad_rows: BadRows,
 ) -> LoadedData:
-    """Read the sources in as many logical streams as all of them have shards for.
-
-    Without `eval_rows` of another place these are taken from the streams.
-    """
+    """Read the sources in as many logical streams as all of them have shards for."""
     count = min(config.streams, *(most_streams(documents) for documents, _ in opened))
     weights = [source.weight for source in config.sources if source.weight is not None]
     streams = [
@@ -286,7 +283,6 @@ def _table_data(
 
 
 def _eval_rows(rows: datasets.Dataset, masker: RowLabels, config: DataConfig) -> MaskedRows:
-    """Mask rows by the seed of the evaluation."""
     return MaskedRows(
         _without_traces(rows), replace(masker, seed=config.eval.seed), fixed_epoch=EVAL_EPOCH
     )
@@ -298,7 +294,6 @@ def _without_traces(rows: datasets.Dataset) -> datasets.Dataset:
 
 
 def _masked_item(masker: RowLabels, is_packed: bool, members: Members) -> dict[str, np.ndarray]:
-    """Mask every row by its own name and epoch, and join them."""
     rows = [masker(row, epoch) for row, epoch in members]
     return join_rows(rows) if is_packed else rows[0]
 
@@ -390,7 +385,6 @@ def _open(
     tokenizer: PreTrainedTokenizerBase,
     task: str,
 ) -> tuple[Documents, RowMaker]:
-    """Open a source that stands at a place of the configuration, and say how rows are made."""
     name = source.path if isinstance(source, GivenSource) else place
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
     read = Reader(
@@ -454,7 +448,6 @@ def _format_of(row: Row, config: DataConfig, source: Source, *, name: str, task:
 def _table_rows(
     opened: Sequence[tuple[Any, RowMaker]], config: DataConfig
 ) -> tuple[datasets.Dataset, BadRows]:
-    """Return the rows of all tables, tokenized and joined, and the documents that make none."""
     tables, bad_rows = [], BadRows()
     for documents, maker in opened:
         rows, new_bad_rows = tokenize_table(documents, maker, config.num_proc)

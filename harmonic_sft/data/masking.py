@@ -32,9 +32,8 @@ class RowMasker:
     """Mask rows of one run: everything that masks depend on but the row and the epoch.
 
     Tokens, or whole words, of a row are chosen independently with the same probability. A draw
-    depends on the key (seed, epoch, source, document, chunk) and on the place in the row alone, so
-    any number of processes, workers or restarts sees the same masks. As in NeoBERT's training a
-    short row may end up with no masked token at all.
+    depends on the key (seed, epoch, source, document, chunk) and on the place in the row alone. As
+    in NeoBERT's training a short row may end up with no masked token at all.
 
     Source:
         Le Breton et al. 2025, NeoBERT: A Next-Generation BERT, arXiv:2502.19587, section 3. The
@@ -110,12 +109,9 @@ def _of_words(chosen: np.ndarray, word_ids: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class NextTokenLabels:
-    """Label rows of a decoder, where every token, special ones too, is predicted from those before.
+    """The `RowMasker` of a decoder: every token, special ones too, is predicted."""
 
-    Stands where a `RowMasker` stands for an encoder. The seed orders the rows alone.
-    """
-
-    seed: int
+    seed: int  # orders the rows alone
     special_tokens: np.ndarray
 
     def maskable(self, row: Mapping[str, Any]) -> np.ndarray:
@@ -136,12 +132,9 @@ class NextTokenLabels:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassLabels:
-    """Label rows of a classifier with the numbers of their classes.
+    """The `RowMasker` of a classifier: rows get the numbers of their classes."""
 
-    Stands where a `RowMasker` stands for an encoder. The seed orders the rows alone.
-    """
-
-    seed: int
+    seed: int  # orders the rows alone
     names: Sequence[str]  # of the classes, in the order of their numbers
     numbers: Mapping[str, int]  # of the classes, by the labels that rows have
     of_tokens: bool  # whether a row has a label for each word, at its first token, or only one

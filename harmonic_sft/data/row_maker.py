@@ -164,7 +164,6 @@ class RowMaker:
         return document.get(PLACE) or f"{self.name}, {document_name(document[NUMBER])}"
 
     def _cut(self, encoded: Encoded, document: Row, bad_rows: BadRows) -> list[Row]:
-        """Cut a document, and leave out the chunks in which nothing is scored."""
         if not encoded.input_ids:
             raise BadRow(BLANK)
         common = {"source": self.source, "document": document[NUMBER]}
@@ -200,10 +199,7 @@ class RowMaker:
         return rows
 
     def _special_around(self, encoded: Encoded) -> SpecialTokens:
-        """Return the special tokens around the rows of a document.
-
-        A decoder gets none where tokens or a chat template come without the prefix.
-        """
+        # A decoder gets none where tokens or a chat template come without the prefix.
         read, special = self.read, self.read.special
         is_final = read.row_format == "tokens" or read.tokenizer.chat_template is not None
         if read.is_causal and read.row_format != "text" and is_final and not encoded.had_prefix:
@@ -285,7 +281,6 @@ def rows_sha256(rows: Iterable[Row]) -> str:
 
 
 def _read_report(table: Path, report: Path) -> BadRows | None:
-    """Return the bad rows of an earlier run's table, None if no whole table is there."""
     if not table.exists():
         return None
     try:
@@ -302,7 +297,6 @@ def _read_report(table: Path, report: Path) -> BadRows | None:
 def _make_rows(
     batches: Iterator[list[Row]], maker: RowMaker, num_proc: int | None
 ) -> Iterator[tuple[list[Row], BadRows]]:
-    """Yield the rows of every batch, in order; `num_proc` processes make them, None is this one."""
     with tqdm(desc=f"Tokenizing {maker.name}", unit=" documents") as progress:
         if num_proc is None:
             for batch in batches:

@@ -72,9 +72,8 @@ class GivenSource(Source):
 def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents, Row]:
     """Open a source and check all that can be checked without reading it to the end.
 
-    Rows of files are checked one by one, as they are read, and say by `PLACE` where that was; the
-    bad ones stand among them, as `read_shards` gives them. What the Hub and `save_to_disk` hold is
-    read by the datasets library, whose errors are never skipped.
+    Rows of files are those of `read_shards`, bad ones among them. Errors of the datasets library,
+    which reads the Hub and `save_to_disk`, are never skipped.
 
     Args:
         source: What to read.
@@ -235,7 +234,6 @@ def _feature_names(feature: Any) -> tuple[str, ...] | None:
 
 
 def _load_saved(source: Source, path: Path, name: str) -> Dataset | IterableDataset:
-    """Open what `save_to_disk` wrote."""
     with _explained(source, name):
         saved = load_from_disk(str(path))
     splits = saved if isinstance(saved, DatasetDict) else {"train": saved}
@@ -288,7 +286,6 @@ def _load_files(source: Source, path: Path, name: str) -> FileRows | IterableDat
 
 
 def _split(source: Source, splits: Mapping[Any, T], name: str, files: str = "") -> T:
-    """Return the split that the source names; `files` describes all of them for the error."""
     known = sorted(map(str, splits))
     if source.split not in known:
         raise ValueError(f"{name}.split: expected one of {known}, got {source.split!r}.{files}")
@@ -338,7 +335,6 @@ def _holds_data(file: Path) -> bool:
 
 
 def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:
-    """Return the files of every split."""
     if path.is_dir():
         if glob.has_magic(str(path)):  # datasets would take it as a pattern
             raise ValueError(
