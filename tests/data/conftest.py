@@ -13,6 +13,7 @@ from harmonic_sft.data.formats import Reader
 from harmonic_sft.data.loading import load_data
 
 WORDS = [f"word{index}" for index in range(200)]
+NUM_DOCUMENTS = 40
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
@@ -63,6 +64,14 @@ def write(tmp_path):
         return str(tmp_path / name)
 
     return lines
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A file of 40 documents of 1 to 40 words, with blank lines between them."""
+    lines = [" ".join(f"word{(i * j) % 200}" for j in range(1 + i)) for i in range(NUM_DOCUMENTS)]
+    (tmp_path / "corpus.txt").write_text("\n\n".join(lines) + "\n")
+    return str(tmp_path / "corpus.txt")
 
 
 @pytest.fixture(scope="session")

@@ -18,19 +18,16 @@ from harmonic_sft.data.batches import (
 from harmonic_sft.data.inspection import STREAM_ITEMS, count_rows, inspect_data, sample_text
 from harmonic_sft.data.masking import IGNORE_INDEX, RowMasker, special_tokens
 from harmonic_sft.data.row_maker import row_lengths
-from tests.data.conftest import load
+from tests.data.conftest import NUM_DOCUMENTS, load
 
-NUM_DOCUMENTS = 40
 SEED = 3
 MASKED = {"mask": MaskConfig(probability=0.5)}
 
 
 @pytest.fixture
-def data(tokenizer, tmp_path):
-    """40 documents of 1 to 40 words in rows of up to 6 words."""
-    lines = [" ".join(f"word{(i * j) % 200}" for j in range(1 + i)) for i in range(NUM_DOCUMENTS)]
-    (tmp_path / "corpus.txt").write_text("\n\n".join(lines) + "\n")
-    return load(tokenizer, {"path": str(tmp_path / "corpus.txt")}, seed=SEED, **MASKED)
+def data(tokenizer, path):
+    """Rows of up to 6 words."""
+    return load(tokenizer, {"path": path}, seed=SEED, **MASKED)
 
 
 @pytest.fixture

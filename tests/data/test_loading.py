@@ -16,16 +16,7 @@ from harmonic_sft.data.heldout import fingerprint
 from harmonic_sft.data.masking import EVAL_EPOCH, IGNORE_INDEX
 from harmonic_sft.data.sources import GivenSource
 from harmonic_sft.data.streams import advance
-from tests.data.conftest import load
-
-NUM_DOCUMENTS = 40
-
-
-@pytest.fixture
-def path(tmp_path):
-    lines = [" ".join(f"word{(i * j) % 200}" for j in range(1 + i)) for i in range(NUM_DOCUMENTS)]
-    (tmp_path / "corpus.txt").write_text("\n\n".join(lines) + "\n")
-    return str(tmp_path / "corpus.txt")
+from tests.data.conftest import NUM_DOCUMENTS, load
 
 
 def originals(rows):
@@ -235,19 +226,19 @@ def test_the_format_is_that_of_the_first_row(tokenizer, write):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_source_of_bad_rows_alone_says_what_is_wrong_with_the_first(tokenizer, write, streaming):
-    source = Source(path=write([{"text": " "}, {"text": 5}]), streaming=streaming)
-    settings = {"on_bad_row": "skip", "eval": {"documents": 0}}
-    message = "got only blank or bad ones. '{}', line 2: text: expected text, got int 5"
+@pytest.mark.parametrize(
+    ("texts", "reason"),
+    [
+        ([" ", 5], ". '{}', line 2: text: expected text, got int 5"),
+        (["\x00\x01"] * 9, ""),  # text without a token is blank
+    ],
+)
+def test_a_source_without_rows_says_what_is_wrong(tokenizer, write, streaming, texts, reason):
+    source = Source(path=write([{"text": text} for text in texts]), streaming=streaming)
+    settings = {"on_bad_row": "skip" if reason else "error", "eval": {"documents": 0}}
+    message = "expected documents with text, got only blank or bad ones" + reason
     with pytest.raises(ValueError, match=re.escape(message.format(source.path))):
         next(iter(load(tokenizer, source, **settings).train))
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_text_without_a_token_is_blank(tokenizer, write, streaming):
-    source = Source(path=write([{"text": "\x00\x01"}] * 9), streaming=streaming)
-    with pytest.raises(ValueError, match="expected documents with text, got only blank or bad"):
-        load(tokenizer, source)
 
 
 def test_fewer_logical_streams_may_be_asked_for(tokenizer, tmp_path):
@@ -566,34 +557,24 @@ def trained_words(tokenizer, documents):
     return sorted(tokenizer.decode(row["input_ids"][1]) for row in rows)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_stream_trains_on_no_document_that_was_skipped(tokenizer, inside):
-    table = Dataset.from_list([{"text": f"word{index}"} for index in range(100, 140)])
-    stream, more = table.to_iterable_dataset(num_shards=4), Dataset.from_list([{"text": "word1"}])
-    rest, first = stream.skip(15), stream.take(15)
-    if inside:
-        more = more.to_iterable_dataset()
-        rest, first = (concatenate_datasets([part, more]) for part in (rest, first))
-    for part in (rest, first):
-        assert trained_words(tokenizer, part) == sorted(row["text"] for row in part)
+MORE = Dataset.from_list([{"text": "word1"}]).to_iterable_dataset()
 
 
 @pytest.mark.parametrize(
     "change",
     [
+        lambda stream: stream.skip(15),
+        lambda stream: stream.take(15),
+        lambda stream: concatenate_datasets([stream.skip(15), MORE]),
+        lambda stream: concatenate_datasets([stream.take(15), MORE]),
         lambda stream: stream.filter(lambda _, index: index >= 30, with_indices=True),
         lambda stream: stream.rename_column("text", "old").add_column(
             "text", [f"word{index}" for index in range(140, 180)]
         ),
+        lambda stream: stream.filter(lambda row: row["text"] < "word115"),  # empties shards
     ],
 )
-def test_the_indices_of_a_stream_are_those_of_its_rows(tokenizer, change):
+def test_logical_streams_have_the_documents_of_a_given_stream(tokenizer, change):
     table = Dataset.from_list([{"text": f"word{index}"} for index in range(100, 140)])
     stream = change(table.to_iterable_dataset(num_shards=4))
     assert trained_words(tokenizer, stream) == sorted(row["text"] for row in stream)
-
-
-def test_shards_that_a_filter_empties_take_no_part(tokenizer):
-    table = Dataset.from_list([{"text": f"word{index}"} for index in range(100, 140)])
-    stream = table.to_iterable_dataset(num_shards=4).filter(lambda row: row["text"] < "word115")
-    assert trained_words(tokenizer, stream) == [f"word{index}" for index in range(100, 115)]
