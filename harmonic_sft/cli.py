@@ -339,7 +339,7 @@ def _export(options: argparse.Namespace) -> None:
     folder = options.folder.resolve()
     target = options.output or folder.with_name(f"{folder.name}-{options.to}")
     sys.stdout.write(f"{export_linear(folder, target)}\n")
-    logger.info("Its README.md says what it holds and how to load it.")
+    logger.info("Its README.md says what is kept of the model.")
 
 
 COMMANDS = {

@@ -228,7 +228,7 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
 
 
 def base_license(config: HarmonicConfig) -> dict[str, Any]:
-    """Return the license fields of the base's card, none if there is no card.
+    """Return the license fields of the base's card, none if there is no card or no YAML in it.
 
     Raises:
         PushError: The card cannot be fetched.
@@ -245,13 +245,8 @@ def base_license(config: HarmonicConfig) -> dict[str, Any]:
             f"license: expected the card of {base}, got {type(error).__name__}. Check the network "
             "and your access to it, or say the license: --license, in a run's file hub.license."
         ) from None
-    return license_in(Path(card))
-
-
-def license_in(card: Path) -> dict[str, Any]:
-    """Return the license fields of a card, none where its metadata are no YAML."""
     try:
-        fields = metadata_load(card) or {}
+        fields = metadata_load(Path(card)) or {}
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     names = ("license", "license_name", "license_link")

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from harmonic_sft import models
 from harmonic_sft.hub import Destination, read_trained, stage
-from harmonic_sft.hub.staging import check_adapter, check_clean, check_form
+from harmonic_sft.hub.staging import base_license, check_adapter, check_clean, check_form
 from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForMaskedLM,
@@ -145,6 +145,14 @@ def test_an_adapter_on_weights_that_were_trained_before_is_refused(tmp_path):
 def test_lora_beside_a_tied_head_is_refused():
     with pytest.raises(ValueError, match="expected a head of its own, got one tied"):
         check_form(HarmonicConfig(tie_word_embeddings=True), "peft", True)
+
+
+@pytest.mark.parametrize(("license", "expected"), [("mit", {"license": "mit"}), ("[", {})])
+def test_the_license_is_that_of_the_bases_card(tmp_path, monkeypatch, license, expected):
+    card = tmp_path / "README.md"
+    card.write_text(f"---\nlicense: {license}\n---\n")
+    monkeypatch.setattr("harmonic_sft.hub.staging.hf_hub_download", lambda *_, **__: card)
+    assert base_license(HarmonicConfig(**PUBLISHED)) == expected
 
 
 def test_the_path_of_the_run_in_a_checkpoint_stops_the_push(staged, run_copy):
