@@ -233,11 +233,10 @@ def _foreign_content(info: ModelInfo, config: HarmonicConfig) -> str | None:
     names = _file_names(info)
     if "config.json" in names:
         theirs, ours = (_kind(fields) for fields in (_read(info, "config.json"), config.to_dict()))
-        different = [key for key, value in ours.items() if theirs[key] != value]
-        if not different:
-            return None
-        key = different[0]
-        return f"{key} {theirs[key]!r} instead of {ours[key]!r}"
+        for key, value in ours.items():
+            if theirs[key] != value:
+                return f"{key} {theirs[key]!r} instead of {value!r}"
+        return None
     if "adapter_config.json" in names:
         modules = _read(info, "adapter_config.json").get("modules_to_save") or []
         return None if "dist_head" in modules else "an adapter of another model"
