@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -145,7 +144,6 @@ def _main(arguments: Sequence[str] | None) -> int:
             _check_flags(options)
         if "config" in options and options.config is not None:
             options.config, options.shipped = _find_config(options.config)
-        _check_temporary_folder()
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -157,18 +155,6 @@ def _main(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"\nInterrupted.{_saved(options)}\n")
         return INTERRUPTED
-
-
-def _check_temporary_folder() -> None:
-    """Refuse to start without one: PyTorch and transformers fail when they are imported."""
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError as error:
-        places = str(error).rpartition(" in ")[2]
-        raise ValueError(
-            f"TMPDIR: expected a folder with room for a file, got none of {places}. The disk may "
-            "be full"
-        ) from error
 
 
 def _saved(options: argparse.Namespace) -> str:
