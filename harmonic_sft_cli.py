@@ -78,14 +78,10 @@ EXAMPLES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command and return its exit status.
 
-    Args:
-        arguments: The command line without the program's name; default: `sys.argv`.
-
-    Returns:
-        The exit status: 0, 1 after an error that was printed in one line, 130 after Ctrl-C. A run
-        that a SIGTERM ended exits with 143.
+    That is 0, 1 after an error that was printed in one line, or 130 after Ctrl-C. A run that a
+    SIGTERM ended exits with 143.
     """
     with redirect_stdout(LastingStream(sys.stdout)), redirect_stderr(LastingStream(sys.stderr)):
         try:
@@ -102,12 +98,10 @@ class LastingStream:
     """A stream that drops text once its reader is gone, and escapes letters that it cannot encode.
 
     So a run survives its terminal, `tee` or `head`, also where a SIGTERM to a whole job ends them.
-
-    Args:
-        stream: None if it was closed before the program began.
     """
 
     def __init__(self, stream: Any):
+        # There is none if it was closed before the program began.
         self._stream = stream or Path(os.devnull).open("w")  # noqa: SIM115 - until the end
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")

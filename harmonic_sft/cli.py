@@ -37,11 +37,9 @@ NUM_HELD_OUT = 64  # documents, for a run without a file
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run the command that `harmonic_sft_cli` has read.
+    """Run the command that `harmonic_sft_cli` has read, and return its exit status.
 
-    Returns:
-        The exit status: 0, or 1 after an error that was printed in one line, or with --debug as
-        a traceback.
+    That is 0, or 1 after an error that was printed in one line, or with --debug as a traceback.
     """
     if gc.get_freeze_count() < 1000:  # Python 3.12 starts with some hundred
         gc.freeze()  # what is imported, which the collector would search again and again

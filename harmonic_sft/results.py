@@ -97,15 +97,9 @@ def leaves(node: Any, key: str = "") -> dict[str, Any]:
 
 
 def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Path:
-    """Write one JSON file, whole or not at all.
+    """Write `without_secrets` of a payload to `name.json` in a folder, and return its path.
 
-    Args:
-        folder: Made if it does not exist.
-        name: File name without `.json`. A file of this name is replaced.
-        payload: JSON values only; `without_secrets` is applied to them.
-
-    Returns:
-        The path of the file.
+    The folder is made if it does not exist. The file is written whole or not at all.
 
     Raises:
         ValueError: A value that JSON cannot hold, such as a tensor, infinity or NaN.
@@ -205,12 +199,8 @@ def reading(path: Path) -> Generator[None]:
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table to standard output, numbers to the right and nothing cut off.
 
-    Heads of columns are wrapped, words as a whole; in a terminal so are long cells.
-
-    Args:
-        title: Stands above the table.
-        columns: The head of every column.
-        rows: Strings as they are, floats with three decimals or digits, None as `-`.
+    Heads of columns are wrapped, words as a whole; in a terminal so are long cells. Floats have
+    three decimals or digits, and None is `-`.
     """
     cells = [[_cell(value) for value in row] for row in rows]
     console = Console(markup=False, highlight=False, emoji=False)

@@ -57,12 +57,9 @@ def export_linear(folder: Path, target: Path) -> Path:
 
     Args:
         folder: A saved harmonic model with a head that `linear_head` takes.
-        target: The new folder; must not exist, or be empty. It then holds a tokenizer, a README.md
-            and a whole decoder, or `linear_head.safetensors` (`weight` `[V, D]`, `bias` `[V]` if
-            there is one).
-
-    Returns:
-        `target`.
+        target: The new folder, which is returned; must not exist, or be empty. It then holds a
+            tokenizer, a README.md and a whole decoder, or `linear_head.safetensors` (`weight`
+            `[V, D]`, `bias` `[V]` if there is one).
 
     Raises:
         ValueError: `folder` holds no harmonic language model, its head has no linear equal, or one

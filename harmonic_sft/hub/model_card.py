@@ -79,11 +79,8 @@ def model_card(
 ) -> str:
     """Write the model card, Markdown with a block of YAML metadata; what is not known is left out.
 
-    Args:
-        trained: What is published.
-        to: Where, and in which form.
-        figure: File name of the training's figure in the repo.
-        license: Metadata of the weights' license: `license`, `license_name`, `license_link`.
+    `figure` is a file of the repo, and `license` has the metadata of the weights' license:
+    `license`, `license_name`, `license_link`.
     """
     config, repo_id, form, step = trained.config, to.repo_id, to.form, trained.step
     results: dict[str, Any] = trained.results or {}

@@ -77,14 +77,7 @@ class ForeignRepoError(ValueError):
 
 
 def push(folder: Path, to: Destination) -> str:
-    """Publish what a run has saved, in a single commit.
-
-    Args:
-        folder: The output folder of a run, or one of its `checkpoint-N`.
-        to: Where.
-
-    Returns:
-        The address of the commit.
+    """Publish a run or one of its checkpoints in a single commit, and return its address.
 
     Raises:
         ValueError: Bad input; nothing was sent.

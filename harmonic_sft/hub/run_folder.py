@@ -77,10 +77,7 @@ def _read_run(home: Path) -> dict[str, Any]:
 
 
 def read_trained(folder: Path) -> TrainedFolder:
-    """Read what a run has saved, and make sure that its weights are whole.
-
-    Args:
-        folder: The output folder of a run, or one of its `checkpoint-N`.
+    """Read what a run or one of its checkpoints holds, and make sure that its weights are whole.
 
     Raises:
         ValueError: No run, a link that leaves its folder, no weights in it yet, or a file that is

@@ -123,13 +123,7 @@ def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
 
 
 def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
-    """Refuse a form that could not be loaded again.
-
-    Raises:
-        ValueError: Another form than `full` of a model with a resized vocabulary, or one that does
-            not say what was trained; `head` of a quantized model or without a base on the Hub;
-            `peft` without LoRA, or of a tied head.
-    """
+    """Raise a ValueError for a form that could not be loaded again."""
     if form == "full":
         return
     vocab_size, trained = config.text_config.vocab_size, config.trained_parameters
