@@ -519,9 +519,9 @@ def test_the_card_of_a_model_of_answers_shows_how_to_read_one(tiny_base):
 
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
-    [([], "no"), (["unseen", "unseen"], "no"), (["unseen", "unknown"], "unknown")],
+    [([], "no"), (["unseen"] * 2, "no"), (["unseen", "unknown"], "unknown"), (["seen"], "yes")],
 )
-def test_the_card_says_whether_the_base_has_seen_the_evaluation(verdicts, expected):
+def test_an_evaluation_is_published_unless_the_base_has_seen_it(verdicts, expected):
     lineage = [{"model": "runs/x", "verdict": v, "documents_seen": 0} for v in verdicts]
     results = make_results()
     card = make_card(results={**results, "data": {"held_out": held_out_of_32(lineage)}})
@@ -529,20 +529,14 @@ def test_the_card_says_whether_the_base_has_seen_the_evaluation(verdicts, expect
         "- Held out: 32 documents. The sha256 of the list of their fingerprints is `ab12`" in card
     )
     assert "left out of the training data: 3; near copies: 1, trained on" in card
-    assert f"- Was the base trained on held-out documents: {expected}\n" in card
-    assert "## Evaluation" in card
-    assert "held-out documents" not in make_card(results=results)
-
-
-def test_an_evaluation_that_the_base_has_seen_is_not_published():
-    lineage = [{"model": "runs/x", "verdict": "seen", "documents_seen": 15}]
-    results = {**make_results(), "data": {"held_out": held_out_of_32(lineage)}}
-    card = make_card(results=results)
-    assert "documents: yes. So no evaluation is published" in card
-    assert "## Evaluation" not in card
-    assert ModelCard(card).data.eval_results is None
+    end = ". So no evaluation is published" if expected == "yes" else "\n"
+    assert f"- Was the base trained on held-out documents: {expected}{end}" in card
+    is_published = expected != "yes"
+    assert ("## Evaluation" in card) == is_published
+    assert (ModelCard(card).data.eval_results is not None) == is_published
     for metric in ("loss", "post_hoc_loss"):
-        assert f"{results['final'][metric]:.3f}" not in card
+        assert (f"{results['final'][metric]:.3f}" in card) == is_published
+    assert "held-out documents" not in make_card(results=results)
 
 
 def held_out_of_32(lineage):
@@ -564,13 +558,3 @@ def test_the_card_says_what_verify_found():
     assert "harmonic-sft verify" not in make_card(results=results)
     verified = {"a = b": "agrees", "c = d": "skipped"}
     assert row in make_card(results={**results, "verified": verified})
-
-
-def test_the_pipelines_are_those_that_the_hub_knows():
-    assert [task.pipeline for task in CARD_TASKS.values()] == [
-        "fill-mask",
-        "text-generation",
-        "text-classification",
-        "token-classification",
-        "question-answering",
-    ]

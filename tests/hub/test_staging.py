@@ -273,11 +273,6 @@ def test_frozen_weights_that_are_not_finite_are_not_published(staged, run_copy):
         staged(trained=trained)
 
 
-def test_an_exponent_at_which_all_classes_are_alike_is_not_published(staged):
-    with pytest.raises(ValueError, match=r"of which h_exp is -0.001, at which all classes are al"):
-        staged(head={"name": "dist", "h_exp": -1e-3})
-
-
 @pytest.mark.parametrize("is_zero", [False, True])
 def test_a_tied_head_is_checked_too(staged, run_copy, tiny_base, is_zero):
     model = HarmonicForMaskedLM.from_base(str(tiny_base), head={"name": "dist"}, tie=True)
