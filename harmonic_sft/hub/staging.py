@@ -350,13 +350,8 @@ def _classes(auto_map: Any) -> list[str]:
 def _write_sentence_config(config: HarmonicConfig, target: Path) -> None:
     """Write the configuration by which sentence-transformers loads an encoder."""
     modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {
-            "idx": 1,
-            "name": "1",
-            "path": "1_Pooling",
-            "type": "sentence_transformers.models.Pooling",
-        },
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (path, kind) in enumerate([("", "Transformer"), ("1_Pooling", "Pooling")])
     ]
     length = {"max_seq_length": max_positions(config.text_config), "do_lower_case": False}
     pooling = {
