@@ -9,7 +9,6 @@ import os
 import platform
 import signal
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -79,14 +78,10 @@ EXAMPLES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command and return its exit status.
 
-    Args:
-        arguments: The command line without the program's name; default: `sys.argv`.
-
-    Returns:
-        The exit status: 0, 1 after an error that was printed in one line, 130 after Ctrl-C. A run
-        that a SIGTERM ended exits with 143.
+    That is 0, 1 after an error that was printed in one line, or 130 after Ctrl-C. A run that a
+    SIGTERM ended exits with 143.
     """
     with redirect_stdout(LastingStream(sys.stdout)), redirect_stderr(LastingStream(sys.stderr)):
         try:
@@ -103,12 +98,10 @@ class LastingStream:
     """A stream that drops text once its reader is gone, and escapes letters that it cannot encode.
 
     So a run survives its terminal, `tee` or `head`, also where a SIGTERM to a whole job ends them.
-
-    Args:
-        stream: None if it was closed before the program began.
     """
 
     def __init__(self, stream: Any):
+        # There is none if it was closed before the program began.
         self._stream = stream or Path(os.devnull).open("w")  # noqa: SIM115 - until the end
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -145,7 +138,6 @@ def _main(arguments: Sequence[str] | None) -> int:
             _check_flags(options)
         if "config" in options and options.config is not None:
             options.config, options.shipped = _find_config(options.config)
-        _check_temporary_folder()
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -157,18 +149,6 @@ def _main(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"\nInterrupted.{_saved(options)}\n")
         return INTERRUPTED
-
-
-def _check_temporary_folder() -> None:
-    """Refuse to start without one: PyTorch and transformers fail when they are imported."""
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError as error:
-        places = str(error).rpartition(" in ")[2]
-        raise ValueError(
-            f"TMPDIR: expected a folder with room for a file, got none of {places}. The disk may "
-            "be full"
-        ) from error
 
 
 def _saved(options: argparse.Namespace) -> str:

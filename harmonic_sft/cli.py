@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DRIVE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 # How the system, safetensors and PyTorch say that a file could not be written to its end.
 DISK_FULL = (
     "No space left",
@@ -34,16 +33,13 @@ DISK_FULL = (
     "inline_container",
 )
 ONE_PROCESS = ("eval", "verify", "explain", "push", "export")  # commands for one process
-PEER_ENDED = ("Connection closed by peer", "Connection reset by peer")  # gloo, of a process
 NUM_HELD_OUT = 64  # documents, for a run without a file
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Run the command that `harmonic_sft_cli` has read.
+    """Run the command that `harmonic_sft_cli` has read, and return its exit status.
 
-    Returns:
-        The exit status: 0, or 1 after an error that was printed in one line, or with --debug as
-        a traceback.
+    That is 0, or 1 after an error that was printed in one line, or with --debug as a traceback.
     """
     if gc.get_freeze_count() < 1000:  # Python 3.12 starts with some hundred
         gc.freeze()  # what is imported, which the collector would search again and again
@@ -64,9 +60,9 @@ def run_command(options: argparse.Namespace) -> int:
             return 1
         where = f" in process {rank}" if rank != "0" else ""
         try:
-            message = _message(error, options, rank)
+            message = str(error) if _is_ours(error) else _unforeseen(error, options, rank)
         except Exception:  # torch's signal handler may report a dead worker at any line
-            message = _message(error, options, rank)
+            message = _unforeseen(error, options, rank)
         sys.stdout.flush()  # tables that were printed before stand before the error
         sys.stderr.write(f"error{where}: {without_secrets(message)}\n")
         return 1
@@ -88,22 +84,6 @@ def _run(options: argparse.Namespace) -> None:
     finally:
         for bar in list(tqdm._instances):  # of transformers, which leaves them open after an error
             bar.close()
-
-
-def _message(error: Exception, options: argparse.Namespace, rank: str) -> str:
-    if not _is_ours(error):
-        return _unforeseen(error, options, rank)
-    return f"{error}. HF_HOME chooses another cache" if _is_cache_refused(error) else str(error)
-
-
-def _is_cache_refused(error: Exception) -> bool:
-    """Whether Hugging Face's cache, or a folder above it, may not be written."""
-    from huggingface_hub.constants import HF_HOME
-
-    if not isinstance(error, OSError) or error.errno not in REFUSED or error.filename is None:
-        return False
-    path, cache = Path(str(error.filename)), Path(HF_HOME)
-    return path.is_relative_to(cache) or cache.is_relative_to(path)
 
 
 def _is_ours(error: Exception) -> bool:
@@ -133,8 +113,6 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
             f"The disk may be full, {temporary}, which TMPDIR chooses, or the cache, which HF_HOME "
             "chooses."
         )
-    if any(word in text for word in PEER_ENDED):
-        parts.append("Another process ended; its own error says why.")
     folder = None
     if "folder" in options and (options.folder / "run.yaml").is_file():
         folder = options.folder
@@ -339,7 +317,7 @@ def _export(options: argparse.Namespace) -> None:
     folder = options.folder.resolve()
     target = options.output or folder.with_name(f"{folder.name}-{options.to}")
     sys.stdout.write(f"{export_linear(folder, target)}\n")
-    logger.info("Its README.md says what it holds and how to load it.")
+    logger.info("Its README.md says what is kept of the model.")
 
 
 COMMANDS = {

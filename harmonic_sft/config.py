@@ -135,10 +135,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a configuration with single values replaced, as on a command line.
 
-    Args:
-        data: A configuration as `read_yaml` returns it. It is left as it is.
-        overrides: Each `key.key=value`, as in `training.max_steps=10` or
-            `data.sources.0.path=x.txt`. The value is YAML: `head={name: linear}`.
+    An override is `key.key=value`, as in `training.max_steps=10` or `data.sources.0.path=x.txt`.
+    The value is YAML: `head={name: linear}`.
 
     Raises:
         ValueError: An override that has no key or no `=`, or that leads through a plain value.
@@ -161,12 +159,9 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 
 
 def parse(cls: type[T], data: object, prefix: str = "") -> T:
-    """Check a mapping and build the dataclass from it.
+    """Check a mapping and build a pydantic dataclass with `config=STRICT` from it.
 
-    Args:
-        cls: A pydantic dataclass with `config=STRICT`; its fields may be such dataclasses too.
-        data: What `read_yaml` returned.
-        prefix: Where it stands in the configuration, for the messages.
+    Messages begin with `prefix`, its place in the configuration.
 
     Raises:
         ValueError: One line per problem, `h_exp.start: expected a number below 0, got 2.0`.
@@ -187,12 +182,7 @@ def check_fields(
 ) -> dict[str, Any]:
     """Check keyword arguments of a class that must not be built yet, such as TrainingArguments.
 
-    Args:
-        cls: Its constructor says which keys there are and of which type. None has to be given.
-        values: Keys and values.
-        prefix: Where the mapping stands in the configuration, for the messages.
-        without: Arguments of the constructor that are no keys.
-        elsewhere: See `unknown_key`.
+    No argument has to be given, and those in `without` are refused. See `parse` and `unknown_key`.
 
     Returns:
         The same keys, each value with the type of its argument; members of an enum by value.
@@ -360,14 +350,10 @@ def _expected(error: ErrorDetails) -> str:
 def unknown_key(
     name: str, key: str, known: Sequence[str], elsewhere: Callable[[], Sequence[str]] = tuple
 ) -> str:
-    """Return the message for a key that there is not; it names the nearest one.
+    """Return the message for a key that there is not; it names the nearest of the `known` ones.
 
-    Args:
-        name: Where the key was given.
-        key: Its last part.
-        known: The keys of this place.
-        elsewhere: Returns those of the whole file, such as `training.max_steps`; asked only if no
-            key of this place is written much alike. A class for `parse` has it as `key_names`.
+    If no key of this place is written much alike, `elsewhere` is asked for those of the whole file,
+    such as `training.max_steps`. A class for `parse` has it as `key_names`.
     """
     places = {word: word for word in known}
     is_longer = any(key.startswith(word) and "_" not in key[len(word) :] for word in known)

@@ -23,13 +23,7 @@ def plot_run(results: dict[str, Any], out_png: Path) -> Path:
         results: `run` (the name) and `history`, a list of `{"step": int}` with any of `loss`,
             `eval_loss`, `eval_post_hoc_loss` (nats), `learning_rate` and `h_exp`; `unigram_loss`
             (nats) if known.
-        out_png: The picture. Its folder is made if it does not exist.
-
-    Returns:
-        The path of the picture.
-
-    Raises:
-        ValueError: matplotlib is not installed.
+        out_png: The picture, whose path is returned. Its folder is made if it does not exist.
     """
     history = results["history"]
     logged = [key for key in ("learning_rate", "h_exp") if _series(history, key)[0]]
@@ -58,13 +52,7 @@ def plot_comparison(results: Sequence[dict[str, Any]], out_png: Path) -> Path:
     Args:
         results: `run` (the name) and `final` with `loss`, if known `post_hoc_loss` (both in nats)
             and `accuracy` (0 to 1); `unigram_loss` (nats) if known.
-        out_png: The picture. Its folder is made if it does not exist.
-
-    Returns:
-        The path of the picture.
-
-    Raises:
-        ValueError: matplotlib is not installed.
+        out_png: The picture, whose path is returned. Its folder is made if it does not exist.
     """
     names = [run["run"] for run in results]
     finals = [run["final"] for run in results]

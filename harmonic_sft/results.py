@@ -27,8 +27,7 @@ from rich.table import Table
 logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "harmonic-sft")
 SEARCHED = (1 / 16, 16.0)  # factors on the logits, among which evaluations look for the best
-BORDER, GAP = 1, 3  # of a table, and of every column, in characters
-LEAST_WIDTH = 16  # of a column whose words are folded; no number is longer
+LEAST_WIDTH = 16  # to which a terminal narrows a column of text, folding longer words
 ADDRESS = re.compile(r"\b(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 MIN_TOKEN_LENGTH = 16  # shorter ones are no tokens, and may occur as words in any text
@@ -98,15 +97,9 @@ def leaves(node: Any, key: str = "") -> dict[str, Any]:
 
 
 def write_results(folder: str | Path, name: str, payload: dict[str, Any]) -> Path:
-    """Write one JSON file, whole or not at all.
+    """Write `without_secrets` of a payload to `name.json` in a folder, and return its path.
 
-    Args:
-        folder: Made if it does not exist.
-        name: File name without `.json`. A file of this name is replaced.
-        payload: JSON values only; `without_secrets` is applied to them.
-
-    Returns:
-        The path of the file.
+    The folder is made if it does not exist. The file is written whole or not at all.
 
     Raises:
         ValueError: A value that JSON cannot hold, such as a tensor, infinity or NaN.
@@ -206,47 +199,29 @@ def reading(path: Path) -> Generator[None]:
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table to standard output, numbers to the right and nothing cut off.
 
-    Heads of columns are wrapped, words as a whole; in a terminal so are long cells.
-
-    Args:
-        title: Stands above the table.
-        columns: The head of every column.
-        rows: Strings as they are, floats with three decimals or digits, None as `-`.
+    Heads of columns are wrapped, words as a whole; in a terminal so are long cells. Floats have
+    three decimals or digits, and None is `-`.
     """
     cells = [[_cell(value) for value in row] for row in rows]
     console = Console(markup=False, highlight=False, emoji=False)
-    widths = _widths(columns, cells, console.width if console.is_terminal else math.inf)
+    if not console.is_terminal:
+        console.width = 10_000  # in a file every row is one line
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         texts = [row[index] for row in cells if row[index] != "-"]
         is_number = all(NUMBER.fullmatch(text) for text in texts)
-        justify = "right" if is_number else "left"
-        table.add_column(column, justify=justify, overflow="fold", width=widths[index])
+        width = max(map(cell_len, [*column.split(), *texts]), default=0)
+        words = max(map(cell_len, " ".join([column, *texts]).split()), default=0)
+        table.add_column(
+            column,
+            justify="right" if is_number else "left",
+            overflow="fold",
+            min_width=width if is_number else min(words, LEAST_WIDTH),
+            max_width=width,
+        )
     for row in cells:
         table.add_row(*row)
-    console.width = max(console.width, sum(widths) + BORDER + GAP * len(widths))
-    console.print(table)
-
-
-def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]], available: float) -> list[int]:
-    """Return the width of every column: what fits its cells and the longest word of its head.
-
-    Where that is too wide, the widest columns give way, down to their longest words, and the widest
-    of all down to `LEAST_WIDTH`. What is still too wide stays so.
-    """
-    texts = [
-        [*column.split(), *(row[index] for row in cells)] for index, column in enumerate(columns)
-    ]
-    widths = [max(map(cell_len, column), default=0) for column in texts]
-    least = [max(map(cell_len, " ".join(column).split()), default=0) for column in texts]
-    room = available - BORDER - GAP * len(columns)
-    if sum(least) > room:  # a single word is wider than the terminal: it has to be folded
-        most = max(least)
-        least[least.index(most)] = max(min(most, LEAST_WIDTH), int(most - (sum(least) - room)))
-    while sum(widths) > max(room, sum(least)):
-        spare = [width if width > low else 0 for width, low in zip(widths, least, strict=True)]
-        widths[spare.index(max(spare))] -= 1
-    return widths
+    console.print(table, crop=False)
 
 
 def show_best(metrics: dict[str, float]) -> str:

@@ -87,11 +87,7 @@ def calibration_error(confidences: np.ndarray, correct: np.ndarray) -> float:
 
 
 def calibration_report(confidences: np.ndarray, correct: np.ndarray) -> dict[str, float]:
-    """Put a calibration error beside what a perfect model would show on as many tokens.
-
-    Args:
-        confidences: `[N]`.
-        correct: `[N]`.
+    """Put a `calibration_error` of `[N]` tokens beside what a perfect model would show on as many.
 
     Returns:
         `ece`; `ece_floor`, the mean ECE of a model that is right with exactly these confidences,

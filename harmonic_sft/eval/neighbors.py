@@ -68,16 +68,9 @@ def explain(
 ) -> list[list[dict[str, Any]]]:
     """Return the most probable tokens at every mask of a text; of a decoder, after its end.
 
-    Args:
-        model: In evaluation mode.
-        tokenizer: Of the model.
-        text: With mask tokens, unless the model is a decoder.
-        top: How many tokens to return for each place.
-        num_neighbors: How many neighbors to return for each token.
-
     Returns:
-        For each place its tokens: `token`, `probability`, `distance`, the Euclidean distance of
-        hidden state and prototype as the head sees them (None for a head without distances), and
+        For each place its `top` tokens: `token`, `probability`, `distance`, the Euclidean distance
+        of hidden state and prototype as the head sees them (None for a head without distances), and
         `neighbors`, the tokens with the nearest prototypes.
 
     Raises:

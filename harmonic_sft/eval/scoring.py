@@ -165,13 +165,8 @@ def documents_of(dataset: Any, num_rows: int) -> np.ndarray:
 def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[str, float]:
     """Turn scores into metrics.
 
-    The post-hoc metrics are cross-fitted: every half of the documents is scored at the temperature
-    that was fitted on the other half.
-
-    Args:
-        scores: Of `score`.
-        head: The head they came from.
-        documents: `[num_rows]`, the document of every row.
+    The post-hoc metrics are cross-fitted: every half of the `documents`, `[num_rows]`, is scored at
+    the temperature that was fitted on the other half.
 
     Returns:
         `loss` in nats at the current exponent, `accuracy` and `top_5_accuracy` from 0 to 1,

@@ -2,26 +2,17 @@
 
 import copy
 import json
-import logging
 import tempfile
 from pathlib import Path
 
 import torch
-from huggingface_hub import ModelCardData
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from harmonic_sft.config import read_yaml
-from harmonic_sft.data.heldout import run_home
-from harmonic_sft.hub.staging import (
-    CODE_FIELDS,
-    PushError,
-    base_license,
-    copy_tokenizer,
-    license_in,
-)
+from harmonic_sft.hub.run_folder import public_base
+from harmonic_sft.hub.staging import CODE_FIELDS, copy_tokenizer
 from harmonic_sft.models import (
     AffineLogits,
     DistanceLogits,
@@ -39,39 +30,19 @@ from harmonic_sft.models.bases import FACTORS, SOFTCAP
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
 from harmonic_sft.models.modeling_backbone import share_weights
-from harmonic_sft.models.partial_checkpoint import hub_base
 from harmonic_sft.results import make_folder, read_results, reading
 
-logger = logging.getLogger(__name__)
 LINEAR_HEAD_FILE = "linear_head.safetensors"
 ROWS = 4096  # of the head at a time in float64
 LANGUAGE_MODELS = {one.__name__: one for one in (HarmonicForMaskedLM, HarmonicForCausalLM)}
-REPLACED = """The model was trained with another head: `{settings}`.
+REPLACED = """The model was trained with another head: `{}`.
 In its place stands a linear head, for software that knows no other. **Only the order of the tokens
 is kept**: greedy decoding gives what the trained model gives, and so does any search that looks at
 the order alone. A softmax over these logits does not give the probabilities of the trained model,
 so sampling, beam search and perplexity differ."""
-ROUNDED = "The head is rounded to {dtype}: tokens with almost the same logit may change places."
-NATIVE = """This is an ordinary checkpoint of `{architecture}`, without code of its own:
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("./")
-tokenizer = AutoTokenizer.from_pretrained("./")
-```
-"""
-ALONE = """`{head_file}` holds the head alone, in float32: {tensors}.
-The encoder below it is that of the trained model, unchanged. In this folder:
-
-```python
-from safetensors.torch import load_file
-
-head = load_file("{head_file}")
-```
-
-The logits of hidden states `[N, D]` are `hidden_states @ head["weight"].T{bias}`.
-"""
+ROUNDED = "The head is rounded to {}: tokens with almost the same logit may change places."
+ALONE = f"""`{LINEAR_HEAD_FILE}` holds the head alone, for the hidden states of the trained
+encoder: the logits are `hidden_states @ weight.T`, plus `bias` if there is one."""
 
 
 def export_linear(folder: Path, target: Path) -> Path:
@@ -86,12 +57,9 @@ def export_linear(folder: Path, target: Path) -> Path:
 
     Args:
         folder: A saved harmonic model with a head that `linear_head` takes.
-        target: The new folder; must not exist, or be empty. It then holds a tokenizer, a README.md
-            and a whole decoder, or `linear_head.safetensors` (`weight` `[V, D]`, `bias` `[V]` if
-            there is one).
-
-    Returns:
-        `target`.
+        target: The new folder, which is returned; must not exist, or be empty. It then holds a
+            tokenizer, a README.md and a whole decoder, or `linear_head.safetensors` (`weight`
+            `[V, D]`, `bias` `[V]` if there is one).
 
     Raises:
         ValueError: `folder` holds no harmonic language model, its head has no linear equal, or one
@@ -124,8 +92,7 @@ def export_linear(folder: Path, target: Path) -> Path:
             save_file(head.state_dict(), draft / LINEAR_HEAD_FILE, metadata={"format": "pt"})
         else:
             native.save_pretrained(draft)
-        card = _metadata(folder, model.config, native is not None) + _readme(model, head, native)
-        (draft / "README.md").write_text(card, encoding="utf-8")
+        (draft / "README.md").write_text(_readme(model, head, native), encoding="utf-8")
         share_weights(draft / "README.md")
         copy_tokenizer(folder, draft)
         draft.replace(place)  # whole or not at all
@@ -260,40 +227,18 @@ def _unshare_(native: PreTrainedModel) -> None:
             seen.add(id(parameter))
 
 
-def _metadata(folder: Path, config: HarmonicConfig, is_model: bool) -> str:
-    """Return the metadata of the card: the base, and the license of a download, run or base."""
-    license = license_in(folder / "README.md")
-    run = run_home(folder) / "run.yaml"
-    if not license and run.is_file():
-        named = (read_yaml(run).get("hub") or {}).get("license")
-        license = {"license": named} if named else {}
-    try:
-        license = license or base_license(config)
-    except PushError as error:  # nothing is published here
-        logger.warning("The card names no license: %s", error)
-    metadata = ModelCardData(
-        **license,
-        library_name="transformers" if is_model else None,
-        pipeline_tag="text-generation" if is_model else None,
-        base_model=hub_base(config),
-    )
-    return f"---\n{metadata.to_yaml()}\n---\n\n"
-
-
 def _readme(model: HarmonicHeadModel, head: LinearHead, native: PreTrainedModel | None) -> str:
-    settings = model.dist_head.settings()
-    softcap, place = settings.get("softcap"), None if native is None else native.config
-    is_kept = type(model.dist_head) is LinearHead and (not softcap or hasattr(place, SOFTCAP))
-    text = "The head of this model was linear already."
-    if not is_kept:
-        text = REPLACED.replace("{settings}", json.dumps(settings))
-    dtype = torch.float32 if native is None else native.get_output_embeddings().weight.dtype
-    if not is_kept or dtype != torch.float32:
-        text += "\n\n" + ROUNDED.format(dtype=str(dtype).removeprefix("torch."))
-    if native is not None:
-        name = type(native).__name__
-        return f"# A {name} with a linear head\n\n{text}\n\n{NATIVE.format(architecture=name)}"
-    tensors = " and ".join(f"`{k}` {list(v.shape)}" for k, v in head.state_dict().items())
-    bias = "" if head.bias is None else ' + head["bias"]'
-    files = ALONE.format(head_file=LINEAR_HEAD_FILE, tensors=tensors, bias=bias)
-    return f"# A linear head\n\n{text}\n\n{files}"
+    """Return what someone has to know who gets the folder alone."""
+    settings, config = model.dist_head.settings(), model.config
+    output = head if native is None else native.get_output_embeddings()
+    has_softcap = native is not None and hasattr(native.config, SOFTCAP)
+    parts = ["# A linear head"]
+    if type(model.dist_head) is not LinearHead or (settings.get("softcap") and not has_softcap):
+        parts.append(REPLACED.format(json.dumps(settings)))
+    parts.append(ROUNDED.format(str(output.weight.dtype).removeprefix("torch.")))
+    if native is None:
+        parts.append(ALONE)
+    if base := public_base(config):
+        revision = f" at commit {config.base_revision}" if config.base_revision else ""
+        parts.append(f"The base is {base}{revision}. Its license holds for this model too.")
+    return "\n\n".join(parts) + "\n"

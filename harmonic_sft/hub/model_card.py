@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,6 @@ HEAD_KINDS = {
     "rotation": "a learned rotation before its output head",
     "multi_head": "a mean of several softmaxes",
 }
-MAX_LOG_ROWS = 12
 NEEDS = ("torch>=2.10", "transformers>=5.10.1")  # as in pyproject.toml
 NEEDS_FOR_ADAPTERS = ("peft>=0.19",)
 # Keys of `training` about this machine and its accounts, not about what was trained.
@@ -79,11 +79,8 @@ def model_card(
 ) -> str:
     """Write the model card, Markdown with a block of YAML metadata; what is not known is left out.
 
-    Args:
-        trained: What is published.
-        to: Where, and in which form.
-        figure: File name of the training's figure in the repo.
-        license: Metadata of the weights' license: `license`, `license_name`, `license_link`.
+    `figure` is a file of the repo, and `license` has the metadata of the weights' license:
+    `license`, `license_name`, `license_link`.
     """
     config, repo_id, form, step = trained.config, to.repo_id, to.form, trained.step
     results: dict[str, Any] = trained.results or {}
@@ -278,32 +275,25 @@ def _holds_path(value: Any) -> bool:
 
 
 def _log(results: dict[str, Any]) -> str:
-    """Return the table of what was logged, at most `MAX_LOG_ROWS` steps of it."""
-    steps: dict[int, dict[str, Any]] = {}
+    """Return a table of about a dozen evaluations, with the last training loss before each."""
+    columns = {  # what was logged: heading and format
+        "loss": ("loss", ".3f"),
+        "eval_loss": ("evaluation loss", ".3f"),
+        "eval_post_hoc_loss": ("post-hoc loss", ".3f"),
+        "eval_h_exp": ("h_exp", ".4g"),
+        "learning_rate": ("learning rate", ".3g"),
+    }
+    evaluated: dict[int, tuple[str | None, ...]] = {}
+    latest: dict[str, Any] = {}
     for entry in results.get("history") or []:
-        if entry.get("step") is not None:
-            steps.setdefault(entry["step"], {}).update(entry)
-    rows = []
-    for step, entry in sorted(steps.items()):
-        losses = [entry.get(key) for key in ("loss", "eval_loss", "eval_post_hoc_loss")]
-        # An evaluation is made at the exponent after its step, the training loss before it.
-        h_exp = _show(entry.get("eval_h_exp", entry.get("h_exp")), ".4g")
-        if any(loss is not None for loss in losses):
-            cells = (*(_show(loss, ".3f") for loss in losses), h_exp)
-            rows.append((f"{step:,}", *cells, _show(entry.get("learning_rate"), ".3g")))
-    evaluated = _spread([row for row in rows if row[2] is not None], MAX_LOG_ROWS)
-    others = [row for row in rows if row[2] is None]
-    kept = {*evaluated, *_spread(others, MAX_LOG_ROWS - len(evaluated))}
-    columns = ("step", "loss", "evaluation loss", "post-hoc loss", "h_exp", "learning rate")
-    return _table(columns, [row for row in rows if row in kept])
-
-
-def _spread(rows: Sequence[Any], count: int) -> list[Any]:
-    """Choose `count` rows, evenly and with both ends."""
-    if len(rows) <= count:
-        return list(rows)
-    last = len(rows) - 1
-    return [rows[round(index * last / max(count - 1, 1))] for index in range(count)]
+        latest |= entry
+        if "eval_loss" in entry:
+            cells = (_show(latest.get(key), spec) for key, (_, spec) in columns.items())
+            evaluated[entry["step"]] = (f"{entry['step']:,}", *cells)
+    rows = list(evaluated.values())
+    stride = math.ceil(len(rows) / 12) or 1
+    headings = ("step", *(heading for heading, _ in columns.values()))
+    return _table(headings, [*rows[:-1:stride], *rows[-1:]])
 
 
 def _evaluation(results: dict[str, Any], best: str) -> str:

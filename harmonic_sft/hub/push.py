@@ -19,7 +19,6 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -29,7 +28,6 @@ from harmonic_sft.hub.run_folder import Destination, TrainedFolder, read_trained
 from harmonic_sft.hub.staging import (
     FIGURE,
     LICENSE,
-    SECRET,
     SENTENCE_FILES,
     TOKENIZER_FILES,
     PushError,
@@ -42,7 +40,6 @@ from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objectiv
 from harmonic_sft.results import without_secrets
 
 logger = logging.getLogger(__name__)
-MAX_QUOTED = 200  # characters of a message of the Hub
 # Files that an earlier push may have left.
 CODE = tuple(path.name for path in Path(objective.__file__).parent.glob("[!_]*.py"))
 OURS = (
@@ -64,19 +61,15 @@ OTHER_WEIGHTS = ("*.pt", "*.pth", "*.ckpt", "*.onnx")  # which no push of ours r
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")  # of the backbone
 
 LOGIN = "Run `hf auth login`, in a notebook huggingface_hub.login()"
-REASONS = {
+ADVICE = {
     401: f"The token is not valid. {LOGIN}",
     403: "You may not do this there. Use a token with write access, or a repo of your own",
+    404: "There is no such repo, or the token may not see it",
     409: "The repo was changed at the same moment",
-    412: "The repo was changed at the same moment",
-    413: "The Hub refuses files of this size",
-    429: "The Hub limits how often an account may ask. Try again later",
+    500: "The Hub has a problem",
 }
-
-
-# Errors after an answer that is not the Hub's, and without any answer.
-STRANGE_ANSWER = (KeyError, TypeError, AttributeError, json.JSONDecodeError)
-NO_ANSWER = (HTTPError, OSError, ValueError, *STRANGE_ANSWER)
+# What the client raises without an answer, and after one of a login page or a proxy.
+NO_ANSWER = (HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 class ForeignRepoError(ValueError):
@@ -84,14 +77,7 @@ class ForeignRepoError(ValueError):
 
 
 def push(folder: Path, to: Destination) -> str:
-    """Publish what a run has saved, in a single commit.
-
-    Args:
-        folder: The output folder of a run, or one of its `checkpoint-N`.
-        to: Where.
-
-    Returns:
-        The address of the commit.
+    """Publish a run or one of its checkpoints in a single commit, and return its address.
 
     Raises:
         ValueError: Bad input; nothing was sent.
@@ -135,10 +121,9 @@ def check_destination(to: Destination) -> None:
     try:
         HfApi().whoami()
     except NO_ANSWER as error:
-        if _status(error) == 401:
-            raise ValueError(
-                f"token: expected a valid one, got one refused. {REASONS[401]}"
-            ) from None
+        if isinstance(error, HfHubHTTPError) and error.response.status_code == 401:
+            message = f"token: expected a valid one, got one refused. {ADVICE[401]}"
+            raise ValueError(message) from None
         raise PushError(f"Hub: expected an answer, got an error. {_reason(error)}") from None
 
 
@@ -191,12 +176,10 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
     except ForeignRepoError:
         raise
     except (*NO_ANSWER, RuntimeError) as error:
-        state = "The repo's last revision and the run are as before."
-        if _may_have_arrived(error):
-            state = "The commit may have arrived: look at the repo. The run is as before."
         raise PushError(
-            f"push: expected the Hub to take {to.repo_id}, got an error. {_reason(error)} {state} "
-            f"Try again: {to.command(trained.path)}"
+            f"push: expected the Hub to take {to.repo_id}, got an error. {_reason(error)} The run "
+            "is as before; if the commit arrived, pushing again changes nothing. Try again: "
+            f"{to.command(trained.path)}"
         ) from None
     if "README.md" in _file_names(info):
         old = f"{info.sha} of {to.repo_id}"
@@ -243,11 +226,10 @@ def _foreign_content(info: ModelInfo, config: HarmonicConfig) -> str | None:
     names = _file_names(info)
     if "config.json" in names:
         theirs, ours = (_kind(fields) for fields in (_read(info, "config.json"), config.to_dict()))
-        different = [key for key, value in ours.items() if theirs[key] != value]
-        if not different:
-            return None
-        key = different[0]
-        return f"{key} {theirs[key]!r} instead of {ours[key]!r}"
+        for key, value in ours.items():
+            if theirs[key] != value:
+                return f"{key} {theirs[key]!r} instead of {value!r}"
+        return None
     if "adapter_config.json" in names:
         modules = _read(info, "adapter_config.json").get("modules_to_save") or []
         return None if "dist_head" in modules else "an adapter of another model"
@@ -281,49 +263,17 @@ def _read(info: ModelInfo, name: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _status(error: BaseException) -> int | None:
-    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
-
-
-def _may_have_arrived(error: BaseException) -> bool:
-    """Whether the request that commits got no answer, or a server error."""
-    error, status = _cause(error), _status(_cause(error))
-    if not isinstance(error, HTTPError):
-        return isinstance(error, STRANGE_ANSWER)
-    try:
-        request = error.response.request if isinstance(error, HfHubHTTPError) else error.request
-    except RuntimeError:  # an error of no request
-        return False
-    return "/commit/" in str(request.url) and (status is None or status >= 500)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Return the HTTP error that the client wraps in others, the error itself if there is none."""
-    while not isinstance(error, HTTPError) and error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def _reason(error: BaseException) -> str:
-    error = _cause(error)
-    status = _status(error)
-    if isinstance(error, STRANGE_ANSWER):
-        name = type(error).__name__
-        return f"It answered otherwise than the Hub ({name}). Is a proxy or a login page before it?"
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set. Unset it."
-    if status is None and isinstance(error, HTTPError):
-        return f"The connection failed ({type(error).__name__}). Check the network."
-    if status is None:
-        return without_secrets(f"{str(error).strip().rstrip('.')}.")
-    advice = REASONS.get(status, "The Hub has a problem" if status >= 500 else "It was refused")
-    return f"{advice} (HTTP {status}{_server_message(error)})."
-
-
-def _server_message(error: BaseException) -> str:
-    """Return the Hub's own words after a colon: one line, without a token."""
-    words = (error.server_message or "").strip() if isinstance(error, HfHubHTTPError) else ""
-    line, token = words.split("\n")[0].rstrip("."), get_token()
-    if not line or SECRET.search(line) or (token is not None and token in line):
-        return ""
-    return f": {line if len(line) <= MAX_QUOTED else f'{line[:MAX_QUOTED]}...'}"
+    """Return what may be done, and the first line of the Hub's answer or of an error without."""
+    while not isinstance(error, HTTPError) and error.__cause__ is not None:
+        error = error.__cause__  # which the client wraps in others
+    kind, words, advice = type(error).__name__, str(error), ""
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        kind, words = f"HTTP {status}", error.server_message or words
+        advice = ADVICE.get(min(status, 500), "It was refused")
+    elif isinstance(error, HTTPError):
+        advice = "The connection failed. Check the network"
+    first, *_ = words.strip().split("\n")
+    line = without_secrets(f"{kind}: {first.rstrip('.')}")
+    return f"{advice} ({line})." if advice else f"{line}."

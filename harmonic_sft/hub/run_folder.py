@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ class TrainedFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where and how to publish."""
+    """Where and how to publish; a field is an option of `harmonic-sft push` by its name."""
 
     repo_id: str  # owner/name
     form: Form = "full"  # see `stage`
@@ -56,13 +56,11 @@ class Destination:
 
     def command(self, folder: Path) -> str:
         """Return the command that pushes `folder` here."""
-        words = ["harmonic-sft", "push", str(folder), "--repo-id", self.repo_id]
-        words += ["--form", self.form] if self.form != "full" else []
-        words += ["--private"] if self.private else []
-        words += ["--revision", self.revision] if self.revision is not None else []
-        words += ["--force"] if self.force else []
-        words += ["--license", self.license] if self.license is not None else []
-        words += ["--message", self.message] if self.message is not None else []
+        words = ["harmonic-sft", "push", str(folder)]
+        for field in fields(self):
+            value = vars(self)[field.name]
+            if value != field.default:
+                words += [f"--{field.name.replace('_', '-')}", *([] if value is True else [value])]
         return shlex.join(words)
 
 
@@ -77,10 +75,7 @@ def _read_run(home: Path) -> dict[str, Any]:
 
 
 def read_trained(folder: Path) -> TrainedFolder:
-    """Read what a run has saved, and make sure that its weights are whole.
-
-    Args:
-        folder: The output folder of a run, or one of its `checkpoint-N`.
+    """Read what a run or one of its checkpoints holds, and make sure that its weights are whole.
 
     Raises:
         ValueError: No run, a link that leaves its folder, no weights in it yet, or a file that is

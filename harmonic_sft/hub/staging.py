@@ -123,13 +123,7 @@ def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
 
 
 def check_form(config: HarmonicConfig, form: Form, has_adapter: bool) -> None:
-    """Refuse a form that could not be loaded again.
-
-    Raises:
-        ValueError: Another form than `full` of a model with a resized vocabulary, or one that does
-            not say what was trained; `head` of a quantized model or without a base on the Hub;
-            `peft` without LoRA, or of a tied head.
-    """
+    """Raise a ValueError for a form that could not be loaded again."""
     if form == "full":
         return
     vocab_size, trained = config.text_config.vocab_size, config.trained_parameters
@@ -228,7 +222,7 @@ def check_publishable(trained: TrainedFolder, form: Form) -> None:
 
 
 def base_license(config: HarmonicConfig) -> dict[str, Any]:
-    """Return the license fields of the base's card, none if there is no card.
+    """Return the license fields of the base's card, none if there is no card or no YAML in it.
 
     Raises:
         PushError: The card cannot be fetched.
@@ -245,13 +239,8 @@ def base_license(config: HarmonicConfig) -> dict[str, Any]:
             f"license: expected the card of {base}, got {type(error).__name__}. Check the network "
             "and your access to it, or say the license: --license, in a run's file hub.license."
         ) from None
-    return license_in(Path(card))
-
-
-def license_in(card: Path) -> dict[str, Any]:
-    """Return the license fields of a card, none where its metadata are no YAML."""
     try:
-        fields = metadata_load(card) or {}
+        fields = metadata_load(Path(card)) or {}
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     names = ("license", "license_name", "license_link")
@@ -361,13 +350,8 @@ def _classes(auto_map: Any) -> list[str]:
 def _write_sentence_config(config: HarmonicConfig, target: Path) -> None:
     """Write the configuration by which sentence-transformers loads an encoder."""
     modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {
-            "idx": 1,
-            "name": "1",
-            "path": "1_Pooling",
-            "type": "sentence_transformers.models.Pooling",
-        },
+        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for n, (path, kind) in enumerate([("", "Transformer"), ("1_Pooling", "Pooling")])
     ]
     length = {"max_seq_length": max_positions(config.text_config), "do_lower_case": False}
     pooling = {

@@ -96,11 +96,7 @@ def _patch_older(sft: types.ModuleType) -> None:
 
 
 def check_version() -> None:
-    """Refuse a TRL whose trainers were not tested.
-
-    Raises:
-        ValueError: It is missing, older or newer.
-    """
+    """Raise a ValueError for a TRL whose trainers were not tested."""
     wanted = f"trl: expected version {TESTED[0]} to {TESTED[-1]}"
     install = f"Run pip install 'trl=={TESTED[-1]}.*'"
     try:

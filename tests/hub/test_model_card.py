@@ -2,7 +2,6 @@
 
 import copy
 import json
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -203,30 +202,23 @@ def test_a_head_behind_the_bases_layers_is_described_as_what_it_is():
     assert "first passes" not in plain
 
 
-@pytest.mark.parametrize(("steps", "every"), [(50, 20), (200, None), (10_000, 20)])
-def test_the_log_is_thinned_out_and_keeps_both_ends_and_the_evaluations(steps, every):
-    results = make_results(steps=steps)
-    if every is not None:
-        final = [entry for entry in results["history"] if "eval_loss" in entry][-1]
-        results["history"] += [{**final, "step": step} for step in range(every, steps, every)]
-    table = table_with(make_card(results=results), "learning rate")
-    assert table[0][1:] == ["loss", "evaluation loss", "post-hoc loss", "h_exp", "learning rate"]
-    rows = {int(row[0].replace(",", "")): row[1:] for row in table[1:]}
-    assert len(table) - 1 == len(rows) == min(12, steps // 10 + 1)
-    assert list(rows) == sorted(rows)
-    assert {0, steps} <= rows.keys()
-    assert (10 in rows) == (steps != 10_000)
-    assert rows[0][0] == rows[0][4] == ""  # nothing was trained before the first evaluation
-    for step, (loss, eval_loss, post_hoc, h_exp, rate) in rows.items():
-        entries = [entry for entry in results["history"] if entry["step"] == step]
-        merged = {key: value for entry in entries for key, value in entry.items()}
-        for text, key in ((loss, "loss"), (eval_loss, "eval_loss"), (rate, "learning_rate")):
-            assert bool(text) == (key in merged)
-            assert not text or math.isclose(float(text), merged[key], rel_tol=5e-3)
-        assert bool(post_hoc) == bool(eval_loss)
-        # An evaluation is made at the exponent after the step.
-        exact = merged["eval_h_exp"] if eval_loss else merged["h_exp"]
-        assert math.isclose(float(h_exp), exact, rel_tol=1e-3)
+@pytest.mark.parametrize(("evaluations", "shown"), [(2, 2), (12, 12), (13, 7), (500, 13)])
+def test_the_log_has_about_a_dozen_evaluations_and_both_ends(evaluations, shown):
+    history = []
+    for step in range(0, 20 * evaluations, 20):
+        if step > 0:
+            history.append({"step": step - 5, "loss": 16 - step / 999, "learning_rate": step / 1e6})
+        metrics = {"eval_loss": 17 - step / 999, "eval_post_hoc_loss": 5.0, "eval_h_exp": -4.0}
+        history.append({"step": step, **metrics})
+    history += [{"step": step, "train_runtime": 9.0, "train_loss": 8.0}, history[-1]]
+    columns, *rows = table_with(make_card(results=make_results() | {"history": history}), "loss")
+    names = ["step", "loss", "evaluation loss", "post-hoc loss", "h_exp", "learning rate"]
+    assert (columns, len(rows)) == (names, shown)
+    assert rows[0] == ["0", "", "17.000", "5.000", "-4", ""]  # nothing was trained before
+    losses = (f"{16 - step / 999:.3f}", f"{17 - step / 999:.3f}", "5.000")
+    assert rows[-1] == [f"{step:,}", *losses, "-4", f"{step / 1e6:.3g}"]
+    steps = [int(row[0].replace(",", "")) for row in rows]
+    assert steps == sorted(set(steps))
 
 
 def test_every_figure_has_a_source():
@@ -247,7 +239,7 @@ def test_every_figure_has_a_source():
     minutes = results["train_seconds"] / 60
     numbers += [100 * v for v in numbers if 0 < v < 1] + [memory, minutes]
     figures = re.findall(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", text)
-    assert len(figures) > 80
+    assert len(figures) > 50
     for figure in figures:
         plain = figure.rstrip(",").replace(",", "")
         digits = len(plain.partition("e")[0].partition(".")[2])
@@ -527,9 +519,9 @@ def test_the_card_of_a_model_of_answers_shows_how_to_read_one(tiny_base):
 
 @pytest.mark.parametrize(
     ("verdicts", "expected"),
-    [([], "no"), (["unseen", "unseen"], "no"), (["unseen", "unknown"], "unknown")],
+    [([], "no"), (["unseen"] * 2, "no"), (["unseen", "unknown"], "unknown"), (["seen"], "yes")],
 )
-def test_the_card_says_whether_the_base_has_seen_the_evaluation(verdicts, expected):
+def test_an_evaluation_is_published_unless_the_base_has_seen_it(verdicts, expected):
     lineage = [{"model": "runs/x", "verdict": v, "documents_seen": 0} for v in verdicts]
     results = make_results()
     card = make_card(results={**results, "data": {"held_out": held_out_of_32(lineage)}})
@@ -537,20 +529,14 @@ def test_the_card_says_whether_the_base_has_seen_the_evaluation(verdicts, expect
         "- Held out: 32 documents. The sha256 of the list of their fingerprints is `ab12`" in card
     )
     assert "left out of the training data: 3; near copies: 1, trained on" in card
-    assert f"- Was the base trained on held-out documents: {expected}\n" in card
-    assert "## Evaluation" in card
-    assert "held-out documents" not in make_card(results=results)
-
-
-def test_an_evaluation_that_the_base_has_seen_is_not_published():
-    lineage = [{"model": "runs/x", "verdict": "seen", "documents_seen": 15}]
-    results = {**make_results(), "data": {"held_out": held_out_of_32(lineage)}}
-    card = make_card(results=results)
-    assert "documents: yes. So no evaluation is published" in card
-    assert "## Evaluation" not in card
-    assert ModelCard(card).data.eval_results is None
+    end = ". So no evaluation is published" if expected == "yes" else "\n"
+    assert f"- Was the base trained on held-out documents: {expected}{end}" in card
+    is_published = expected != "yes"
+    assert ("## Evaluation" in card) == is_published
+    assert (ModelCard(card).data.eval_results is not None) == is_published
     for metric in ("loss", "post_hoc_loss"):
-        assert f"{results['final'][metric]:.3f}" not in card
+        assert (f"{results['final'][metric]:.3f}" in card) == is_published
+    assert "held-out documents" not in make_card(results=results)
 
 
 def held_out_of_32(lineage):
@@ -572,13 +558,3 @@ def test_the_card_says_what_verify_found():
     assert "harmonic-sft verify" not in make_card(results=results)
     verified = {"a = b": "agrees", "c = d": "skipped"}
     assert row in make_card(results={**results, "verified": verified})
-
-
-def test_the_pipelines_are_those_that_the_hub_knows():
-    assert [task.pipeline for task in CARD_TASKS.values()] == [
-        "fill-mask",
-        "text-generation",
-        "text-classification",
-        "token-classification",
-        "question-answering",
-    ]

@@ -163,7 +163,7 @@ def test_a_branch_is_made_and_main_stays(hub, client, pushed):
     [
         ({"method": "POST", "path_part": "/commit/", "status": 403}, "may not do this there"),
         ({"method": "POST", "path_part": "/commit/", "status": 409}, "changed at the same moment"),
-        ({"method": "POST", "path_part": "/commit/", "status": 429}, "limits how often"),
+        ({"method": "POST", "path_part": "/commit/", "status": 429}, "refused .HTTP 429: Too Many"),
         ({"method": "POST", "path_part": "/commit/", "status": 500}, r"Hub has a problem \(HTTP 5"),
         ({"method": "POST", "path_part": "/commit/", "status": None}, "connection failed"),
         (
@@ -187,8 +187,7 @@ def test_a_failed_push_leaves_repo_and_run_whole(hub, client, pushed, fault, mes
     said = done["err"].strip().splitlines()[-1]
     assert re.search(message, said), said
     assert "Try again: harmonic-sft push " in said
-    lost = fault["path_part"] == "/commit/" and fault["status"] in (None, 500)
-    assert ("may have arrived" in said, "as before. Try" in said) == (lost, True)
+    assert "The run is as before; if the commit arrived, pushing again changes nothing." in said
 
 
 @pytest.mark.parametrize(
@@ -253,7 +252,7 @@ def test_an_answer_of_another_form_is_none(hub, pushed, monkeypatch):
     to = Destination(repo_id="alice/proxy")
     for answer in (KeyError("id"), json.JSONDecodeError("Expecting value", "<html>", 0)):
         monkeypatch.setattr(HfApi, "whoami", Mock(side_effect=answer))
-        with pytest.raises(PushError, match=r"otherwise than the Hub \(.*Error\)\. Is a proxy"):
+        with pytest.raises(PushError, match=r"expected an answer, got an error\. \w+Error: "):
             push(pushed, to)
 
 
@@ -402,21 +401,12 @@ def test_the_words_of_the_hub_are_shown(hub, client, pushed):
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ("One.\nTwo", ": One"),
-        ("https://" + "a" * 200, f": https://{'a' * 192}..."),
-        ("", ""),
-        ("hf_test_of_words may not", ""),
-        ("See https://x.org/?token=1", ""),
-    ],
-)
-def test_the_words_of_the_hub_are_one_short_line_without_a_token(monkeypatch, words, shown):
+def test_the_words_of_the_hub_are_one_line_without_a_token(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_test_of_words")
     response: Any = SimpleNamespace(status_code=400, headers={}, request=None)
+    words = "hf_test_of_words may not see https://x.org/?token=1.\nTwo"
     error = HfHubHTTPError("", response=response, server_message=words)
-    assert _reason(error) == f"It was refused (HTTP 400{shown})."
+    assert _reason(error) == "It was refused (HTTP 400: hf_... may not see https://x.org/)."
 
 
 def test_repos_of_other_models_are_refused(hub, client, pushed):

@@ -5,12 +5,15 @@ import re
 
 import pytest
 import yaml
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 
 from harmonic_sft.hub import read_trained
 from harmonic_sft.hub.run_folder import public_base
 from harmonic_sft.models import HarmonicConfig
 from tests.saved_models import change_json
+
+FILES = ("config.json", "trainer_state.json", INDEX)
+DAMAGED = "^{}: expected "  # with the path
 
 
 def test_a_finished_run_is_read(finished_run):
@@ -30,12 +33,6 @@ def test_a_checkpoint_is_read_without_the_results_of_the_end(finished_run):
     assert trained.figure is None
 
 
-def test_an_unfinished_run_is_refused(run_copy):
-    (run_copy / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"expected a finished run or a checkpoint, got no model"):
-        read_trained(run_copy)
-
-
 @pytest.mark.parametrize("size", [0, 4, 60, -1])
 def test_half_written_weights_are_refused(run_copy, size):
     path = run_copy / "model.safetensors"
@@ -44,29 +41,25 @@ def test_half_written_weights_are_refused(run_copy, size):
         read_trained(run_copy)
 
 
-@pytest.mark.parametrize("name", ["config.json", "trainer_state.json", SAFE_WEIGHTS_INDEX_NAME])
-@pytest.mark.parametrize("content", ["", "[1]"])
-def test_a_damaged_file_is_named(run_copy, name, content):
-    path = run_copy / "checkpoint-3" / name
-    path.write_text(content)
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: expected "):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", None, "expected a finished run or a checkpoint, got no model"),
+        ("config.json", '{"model_type": "bert"}', "expected a harmonic model, got a bert"),
+        ("model.safetensors", None, r"expected a whole model in .*, got no model.safetensors"),
+        (INDEX, '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "got no model-00001"),
+        ("checkpoint-3/trainer_state.json", None, "expected a whole checkpoint, got .*half writt"),
+        *((f"checkpoint-3/{name}", "", DAMAGED) for name in FILES),
+        *((f"checkpoint-3/{name}", "[1]", DAMAGED) for name in FILES),
+    ],
+)
+def test_a_damaged_folder_is_refused(run_copy, name, content, message):
+    path = run_copy / name
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message.format(re.escape(str(path)))):
         read_trained(path.parent)
-
-
-def test_a_checkpoint_without_its_last_file_is_refused(run_copy):
-    (run_copy / "checkpoint-3" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match=r"expected a whole checkpoint, got .*half written"):
-        read_trained(run_copy / "checkpoint-3")
-
-
-def test_missing_weights_are_named(run_copy):
-    (run_copy / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"expected a whole model in .*, got no model.safetensors"):
-        read_trained(run_copy)
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
-    (run_copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="got no model-00001-of-00002"):
-        read_trained(run_copy)
 
 
 def test_weights_outside_of_the_folder_are_none_of_its_own(run_copy):
@@ -76,12 +69,6 @@ def test_weights_outside_of_the_folder_are_none_of_its_own(run_copy):
         (run_copy / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ValueError, match=r"got no outside\.safetensors"):
             read_trained(run_copy)
-
-
-def test_another_model_is_refused(run_copy):
-    (run_copy / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(ValueError, match="expected a harmonic model, got a bert"):
-        read_trained(run_copy)
 
 
 @pytest.mark.parametrize("link", ["vocab.json", "adapter", "results/train.png"])
@@ -98,14 +85,15 @@ def test_a_link_that_leaves_the_folder_is_refused(run_copy, tmp_path, link):
             read_trained(folder)
 
 
-def test_the_step_is_that_of_the_best_checkpoint_where_it_was_loaded(run_copy):
-    best = str(run_copy / "checkpoint-3")
+@pytest.mark.parametrize(("best", "step"), [("checkpoint-3", 3), (None, 6)])
+def test_the_step_is_that_of_the_best_checkpoint_where_it_was_loaded(run_copy, best, step):
+    best = best and str(run_copy / best)
     change_json(run_copy / "trainer_state.json", best_model_checkpoint=best)
     assert read_trained(run_copy).step == 6
     run = yaml.safe_load((run_copy / "run.yaml").read_text())
     run["training"]["load_best_model_at_end"] = True
     (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
-    assert read_trained(run_copy).step == 3
+    assert read_trained(run_copy).step == step
 
 
 def test_no_local_path_is_a_public_name(tmp_path, monkeypatch):
@@ -122,11 +110,3 @@ def test_no_local_path_is_a_public_name(tmp_path, monkeypatch):
     assert public("runs/mine", "main") == "mine"
     assert public("runs/mine", "a" * 40) == "runs/mine"  # no folder has a commit
     assert public("~someone", None) is public("..", None) is public(None, None) is None
-
-
-def test_a_run_that_chose_no_best_checkpoint_has_its_last_step(run_copy):
-    change_json(run_copy / "trainer_state.json", best_model_checkpoint=None)
-    run = yaml.safe_load((run_copy / "run.yaml").read_text())
-    run["training"]["load_best_model_at_end"] = True
-    (run_copy / "run.yaml").write_text(yaml.safe_dump(run))
-    assert read_trained(run_copy).step == 6
