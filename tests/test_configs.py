@@ -122,7 +122,7 @@ def test_a_recommendation_trains_and_keeps_the_head_of_its_base(
 
 
 def test_a_recommendation_says_what_earned_it():
-    pages = {"encoder": "experiments/worth_it/README.md", "decoder": "experiments/README.md"}
+    pages = {"encoder": "docs/results.md", "decoder": "experiments/README.md"}
     for name, page in pages.items():
         results = " ".join((ROOT / page).read_text().split())
         header = (ROOT / "configs" / f"recommended_{name}.yaml").read_text().split("model:")[0]
