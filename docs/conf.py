@@ -24,13 +24,15 @@ html_show_copyright = False
 
 
 def add_navigation(_: object, name: str, source: list[str]) -> None:
-    """Give the first page the pages that docs/README.md lists, in its order."""
+    """Give the first page the pages that docs/README.md lists, in its order and by its headings."""
     if name == root_doc:
-        linked = re.findall(r"\]\(([\w./]+)\.md\)", CONTENTS)
-        paths = [(ROOT / "docs" / page).resolve() for page in ("README", *linked)]
-        pages = [str(path.relative_to(ROOT)) for path in paths]
-        listed = "\n".join(page for page in pages if page != root_doc)
-        source[0] += f"\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+        source[0] += "\n```{toctree}\n:hidden:\n\ndocs/README\n```\n"
+        for section in CONTENTS.split("\n## ")[1:]:
+            caption, table = section.split("\n", 1)
+            linked = re.findall(r"^\| \[.*?\]\(([\w./]+)\.md\)", table, re.MULTILINE)
+            paths = [(ROOT / "docs" / page).resolve().relative_to(ROOT) for page in linked]
+            listed = "\n".join(map(str, paths))
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
 
 
 def setup(app: object) -> None:

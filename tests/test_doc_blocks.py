@@ -28,9 +28,8 @@ from tests.hub_server import Commit, HubServer
 from tests.test_configs import FILES
 from tests.test_docs import DOCS, FENCE, README, ROOT, SKILL, name
 
-# tests/ecosystem/test_trl.py runs the program of the guide; that of the proposal is part of one.
-OF_TRL = ("ecosystem.md", "trl_proposal.md")
-PAGES = [page for page in (README, *DOCS, SKILL) if page.name not in OF_TRL]
+# tests/ecosystem/test_trl.py runs the program of docs/ecosystem.md.
+PAGES = [page for page in (README, *DOCS, SKILL) if page.name != "ecosystem.md"]
 NEOBERT = "chandar-lab/NeoBERT"
 REVISION = "5424c8efeea6491b151d62dee55a752165407430"  # which configs/neobert.yaml pins
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -20,7 +20,8 @@ README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 SKILL = ROOT / "skills" / "harmonic-sft" / "SKILL.md"
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("README.md"))
-PAGES = [README, ROOT / "CONTRIBUTING.md", *EXPERIMENTS, SKILL, *DOCS]
+PROPOSAL = ROOT / "contrib" / "trl" / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *EXPERIMENTS, PROPOSAL, SKILL, *DOCS]
 MAX_WORDS = 1500
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ANY = re.compile(r"\b(EXPERIMENT|NAME)\b")  # a command that stands for several
@@ -89,7 +90,7 @@ def test_the_skill_is_short_and_its_file_is_a_whole_configuration(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_relative_link_resolves(page):
     text = FENCE.sub("", page.read_text())
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r'\]\(([^)\s]+)(?: "\w+")?\)', text):
         if re.match(r"\w+:", target):
             continue
         place, _, anchor = target.partition("#")
@@ -259,11 +260,10 @@ def test_every_experiment_is_accepted(page, command, parsing_only):
 
 
 def test_every_fault_that_a_run_survives_names_a_test_that_exists():
-    text = (ROOT / "docs" / "survives.md").read_text()
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
-    assert len(named) == text.count("::") >= 15
-    for table in text.split("| fault |")[1:]:
-        rows = table.split("\n\n")[0].splitlines()[2:]
-        assert all(row.count("::") == 1 for row in rows)
-    for path, test in named:
+    """A row ends with a link to the file of its test, whose name is the link's title."""
+    tables = (ROOT / "docs" / "survives.md").read_text().split("| fault |")[1:]
+    rows = [row for table in tables for row in table.split("\n\n")[0].splitlines()[2:]]
+    assert len(rows) >= 15
+    for row in rows:
+        [(path, test)] = re.findall(r'\[test\]\(\.\./(tests/[\w/]+\.py) "(\w+)"\) \|$', row)
         assert f"def {test}(" in (ROOT / path).read_text(), test
