@@ -118,7 +118,7 @@ def test_labels_that_are_no_single_class_are_not_evaluated_as_one(make, tmp_path
 
 def test_class_means_start_better_than_random_prototypes(make):
     means, at_random = (
-        prepared(make(head={"name": "dist", **init})).trainer.evaluate()
+        prepared(make(head={"name": "dist", **init})).evaluate()
         for init in ({}, {"init": "random"})
     )
     assert means["eval_accuracy"] > 0.7 > at_random["eval_accuracy"]
@@ -133,10 +133,10 @@ def test_rows_of_weight_0_have_no_part_in_a_run(make, tmp_path):
             row |= {"weight": 0.0, "label": label}
         write_rows(tmp_path / f"{name}.jsonl", rows)
         overrides = (f"data.sources.0.path={tmp_path / name}.jsonl", "data.weight_column=weight")
-        ready = prepared(make(), *overrides, f"training.output_dir={tmp_path / name}")
-        start = ready.trainer.model.dist_head.weight.detach().clone()
-        ready.trainer.train()
-        found.append((start, losses(ready.trainer)))
+        trainer = prepared(make(), *overrides, f"training.output_dir={tmp_path / name}")
+        start = trainer.model.dist_head.weight.detach().clone()
+        trainer.train()
+        found.append((start, losses(trainer)))
     torch.testing.assert_close(found[0][0], found[1][0])
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-6)
 

@@ -92,7 +92,7 @@ def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_p
 
 
 def test_workers_of_a_stream_start_as_the_arguments_say(stream_yaml):
-    trainer = prepared(stream_yaml(dataloader_num_workers=1)).trainer
+    trainer = prepared(stream_yaml(dataloader_num_workers=1))
     trainer.args.dataloader_multiprocessing_context = "spawn"
     context = trainer.get_train_dataloader().multiprocessing_context
     assert context.get_start_method() == "spawn"
@@ -111,9 +111,8 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
     }
     place = SimpleNamespace(state={"rows": 0, "streams": own})
     data = LoadedData(train=None, eval=None, collator=None, bad_rows=BadRows({"a": ("cut", 1)}))
-    ready = SimpleNamespace(data=data, trainer=SimpleNamespace(stream_place=place))
     monkeypatch.setattr(run, "gather_object", lambda own: [{"rows": 0, "streams": other}, *own])
-    results, duplicates = run._left_out(ready)
+    results, duplicates = run._left_out(SimpleNamespace(stream_place=place), data)
     assert duplicates == (1 + 7, 2)
     assert results == {
         "rows_left_out": 1 + 5 + 10 + 4,
