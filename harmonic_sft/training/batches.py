@@ -51,14 +51,7 @@ class CountingCollator:
         Raises:
             ValueError: A label is not a class.
         """
-        try:
-            batch = self.collator(rows)
-        except ValueError as error:  # transformers' own trainer would have left such columns out
-            row = rows[0] if isinstance(rows, list) and isinstance(rows[0], dict) else {}
-            if texts := [name for name, value in row.items() if isinstance(value, str)]:
-                error.add_note(f"data_collator: its rows have text. Try remove_columns({texts})")
-            raise
-        return self.count(batch)
+        return self.count(self.collator(rows))
 
     def count(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with what is counted in it."""

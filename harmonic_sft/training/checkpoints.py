@@ -32,33 +32,14 @@ NEIGHBORS_NAME = "neighbors.safetensors"
 NEEDED = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "model*.safetensors")
 
 
-def write_manifest(
-    folder: Path,
-    *,
-    rows_per_step: int,
-    rows_at_once: int | None = None,
-    frozen_sha256: str | None = None,
-    rows_sha256: str | None = None,
-    eval_sha256: str | None = None,
-) -> None:
-    """Write the last file of a checkpoint: the checksums of all the others, and of itself.
-
-    `frozen_sha256` is None where quantized weights change as they are used. For rows of the user's
-    own `rows_sha256` holds their number, and `eval_sha256` is None.
-    """
+def write_manifest(folder: Path, **recorded: int | str | None) -> None:
+    """Write the last file of a checkpoint: the checksums of all others, what else is recorded."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:  # on the disk before older checkpoints are deleted
         with path.open("rb") as file:
             os.fsync(file.fileno())
     files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in paths}
-    content: dict[str, Any] = {
-        "rows_per_step": rows_per_step,
-        "rows_at_once": rows_at_once,
-        "frozen_sha256": frozen_sha256,
-        "rows_sha256": rows_sha256,
-        "eval_sha256": eval_sha256,
-        "files": files,
-    }
+    content = {**recorded, "files": files}
     text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=2)
     write_whole(folder / MANIFEST_NAME, text)
 
@@ -198,7 +179,7 @@ def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) ->
     Args:
         folder: The checkpoint.
         config: The model's.
-        rows: `rows_sha256` and `eval_sha256`, as in `write_manifest`.
+        rows: `rows_sha256` and `eval_sha256` of the trainer.
 
     Raises:
         ValueError: The classes differ, or rows or commits that are known on both sides.
