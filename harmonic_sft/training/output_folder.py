@@ -16,13 +16,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.hub.run_folder import check_saved
 from harmonic_sft.losses import DistillLoss, InfoNCELoss, SumLoss
-from harmonic_sft.results import (
-    leaves,
-    read_results,
-    read_whole,
-    without_secrets,
-    write_whole,
-)
+from harmonic_sft.results import leaves, read_whole, without_secrets, write_whole
+from harmonic_sft.training.arguments import TOP
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
     last_checkpoint,
@@ -69,22 +64,8 @@ FREE_KEYS = (
     "training.output_dir",
     "training.save_total_limit",
 )
-# Arguments of a trainer that may change after it was made.
-FREE_ARGUMENTS = (
-    "eval_",
-    "per_device_eval_",
-    "log",
-    "run_name",
-    "report_to",
-    "disable_tqdm",
-    "output_dir",
-    "save",
-    "dataloader_num_workers",
-    "dataloader_prefetch_factor",
-    "oom_fallback",
-    "skip_bad_steps",
-    "check_base",
-)
+# What may change after a trainer was made: also when it evaluates and saves.
+LATER_KEYS = (*FREE_KEYS, "training.eval_", "training.log", "training.run_name", "training.save_")
 
 
 def check_output_folder(run: RunConfig) -> None:
@@ -149,7 +130,8 @@ def check_same_arguments(old: dict[str, Any], new: dict[str, Any]) -> None:
         ValueError: They differ in more than what is shown, evaluated or kept.
     """
     for name, value in new.items():
-        if value != old[name] and not name.startswith(FREE_ARGUMENTS):
+        key = name if name in TOP else f"training.{name}"
+        if value != old[name] and not key.startswith(LATER_KEYS):
             raise ValueError(
                 f"args.{name}: expected {old[name]!r}, with which the trainer was made, got "
                 f"{value!r}. Make another trainer"
@@ -386,7 +368,8 @@ def _flock(handle: int) -> bool:
 def is_finished(run: RunConfig) -> bool:
     """Whether the folder holds a run that came to its end: results of all its steps, and the model.
 
-    A run whose saved model lacks a file, or part of one, has to make it again.
+    Raises:
+        ValueError: Weights of the model are missing or cut.
     """
     results = read_whole(results_path(run.output_dir), "steps", "before", "final", "config")
     if results is None:
@@ -394,15 +377,7 @@ def is_finished(run: RunConfig) -> bool:
     asked = results["config"]["training"].get("max_steps", -1)  # early stopping may take fewer
     if max(results["steps"], asked) < run.training.get("max_steps", -1):
         return False
-    try:
-        check_saved(run.output_dir)
-        read_results(run.output_dir / "config.json")
-        tokenizer = read_results(run.output_dir / "tokenizer_config.json")
-        if tokenizer.get("backend") == "tokenizers":  # others have other files, or none
-            read_results(run.output_dir / "tokenizer.json")
-    except ValueError as error:
-        logger.warning("The model is made again, from the last whole checkpoint. %s", error)
-        return False
+    check_saved(run.output_dir)
     return True
 
 

@@ -156,10 +156,14 @@ def test_a_second_training_does_not_write_over_the_first(arguments, make):
 def test_arguments_that_were_changed_later_are_refused(arguments, make, tmp_path):
     trainer = make(arguments(max_steps=1))
     trainer.args.logging_steps, trainer.args.oom_fallback = 5, False
+    trainer.args.save_steps, trainer.args.eval_steps, trainer.args.run_name = 5, 5, "other"
     trainer.train()
-    trainer.args.h_exp = -5.0
-    with pytest.raises(ValueError, match=r"args.h_exp: expected .*, got -5.0. Make another"):
-        trainer.train()
+    for name, value in {"h_exp": -5.0, "max_steps": 2, "hub_form": "head"}.items():
+        before = getattr(trainer.args, name)
+        setattr(trainer.args, name, value)
+        with pytest.raises(ValueError, match=rf"args.{name}: expected .*, got .*. Make another"):
+            trainer.train()
+        setattr(trainer.args, name, before)
 
 
 def test_rows_without_padding_are_evaluated_and_predicted_one_by_one(texts, arguments, make):
