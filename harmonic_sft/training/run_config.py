@@ -110,6 +110,7 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
     "use resume: true": ("resume_from_checkpoint",),
     "such a checkpoint cannot be resumed": ("save_only_model",),
     "all nodes share one folder": ("save_on_each_node",),
+    "every process reads its own rows, and after a resume the same": ("accelerator_config",),
     "it fails with gradient accumulation": ("ddp_static_graph",),
     "a resumed run would read other rows": ("ignore_data_skip",),
     "dropout would not be that of a resumed run": ("dataloader_persistent_workers",),

@@ -136,7 +136,6 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
         ),
         ({"log_level": "x"}, r"training.log_level: expected one of \['detail', .*, got 'x'"),
         ({"log_level_replica": "x"}, "training.log_level_replica: expected one of"),
-        ({"accelerator_config": {"a": 1}}, "accelerator_config.a: expected one of the known keys"),
         (
             {"deepspeed": {"x": 1}},
             "training.deepspeed: expected nothing, .* would lose norm 1; use",
@@ -209,8 +208,7 @@ def test_no_reporter_is_no_reporter():
 
 
 def test_arguments_are_replaced():
-    options = {"accelerator_config": {"even_batches": False}, "warmup_steps": 3}
-    for given in ({}, options):
+    for given in ({}, {"warmup_steps": 3}):
         arguments = arguments_with(**given)
         again = dataclasses.replace(arguments, max_steps=2)
         found, expected = (config_of(one).training for one in (again, arguments))
@@ -244,14 +242,6 @@ def test_every_field_has_a_help():
         (
             {"padding_free": True},
             r"^data\.padding_free: expected false with 2 processes, got true",
-        ),
-        (
-            {"accelerator_config": {"split_batches": True, "dispatch_batches": False}},
-            r"accelerator_config\.split_batches: expected false with 2 processes, got true",
-        ),
-        (
-            {"accelerator_config": {"even_batches": False}},
-            r"accelerator_config\.even_batches: expected true with 2 processes, got false",
         ),
         (
             {"average_tokens_across_devices": False},
@@ -295,17 +285,6 @@ def test_several_gpus_in_one_process_are_refused(arguments, monkeypatch):
     )
     with pytest.raises(ValueError, match=message):
         check_launch(args)
-    args = arguments(accelerator_config={"dispatch_batches": True})
-    with pytest.raises(ValueError, match="dispatch_batches: expected false, got true"):
+    args = arguments(accelerator_config={"even_batches": False})
+    with pytest.raises(ValueError, match=r"accelerator_config: expected nothing, got .*own rows"):
         check_launch(args)
-    args = arguments(accelerator_config={"use_seedable_sampler": False})
-    with pytest.raises(ValueError, match="use_seedable_sampler: expected true, got false"):
-        check_launch(args)
-
-
-def test_the_settings_of_accelerate_are_kept_as_they_were_given(tmp_path):
-    given = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    args = HarmonicTrainingArguments(str(tmp_path), accelerator_config=given)
-    args.accelerator_config.gradient_accumulation_kwargs["num_steps"] = 1  # as transformers does
-    assert given == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    assert args.config_for("model", task="masked_lm").training["accelerator_config"] == given
