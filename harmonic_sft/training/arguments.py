@@ -438,13 +438,7 @@ def _sections_of(own_head: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def check_launch(args: HarmonicTrainingArguments) -> None:
-    """Refuse ways of starting that would train something else than the arguments say.
-
-    Raises:
-        ValueError: Another way of `accelerate launch` than plain data parallelism in the precision
-            of the model, several GPUs in one process, processes that do not know of each other, or
-            arguments that several processes cannot follow.
-    """
+    """Refuse ways of starting that would train something else than the arguments say."""
     for variable, reason in ACCELERATE_PLUGINS.items():
         if os.environ.get(variable, "false").lower() in ("true", "1"):
             plugin = variable.removeprefix("ACCELERATE_USE_")

@@ -44,11 +44,7 @@ class StoppedError(RuntimeError):
 
 
 class HeadCallback(TrainerCallback):
-    """Sets what head and loss change with the steps; depends on the step alone, for resumed runs.
-
-    Args:
-        h_exp: How the exponent is annealed; None leaves it alone.
-    """
+    """Sets what head and loss change with the steps, by the step alone: runs may be resumed."""
 
     def __init__(self, h_exp: HExpConfig | None):
         self.h_exp = h_exp
@@ -100,10 +96,8 @@ class TerminationCallback(TrainerCallback):
 
     A checkpoint of an epoch's last step is always saved after the evaluation that ends the epoch.
     transformers' own callback, of `enable_jit_checkpoint`, waits for three seconds and saves in the
-    middle of a step, which a resumed run could not repeat with the same random numbers.
-
-    Args:
-        is_alone: There is one process; otherwise the trainer sets `agreed` after asking all.
+    middle of a step, which a resumed run could not repeat with the same random numbers. Unless a
+    process `is_alone`, the trainer sets `agreed` after asking all.
     """
 
     def __init__(self, *, is_alone: bool):
@@ -256,11 +250,7 @@ def place_events_(callbacks: Sequence[TrainerCallback], folder: str) -> None:
 
 
 def check_reporters(names: Sequence[str]) -> None:
-    """Refuse reporters that are unknown or not installed, before anything is loaded.
-
-    Raises:
-        ValueError: One is missing.
-    """
+    """Refuse reporters that are unknown or not installed, before anything is loaded."""
     available = get_available_reporting_integrations()
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:  # a misspelled one must not be installed

@@ -88,15 +88,9 @@ def check_base(
 ) -> None:
     """Refuse a base that predicts held-out text no better than the frequencies of its tokens.
 
-    Args:
-        run: Says whether to look.
-        data: Of the run.
-        swap: Of `measure_swap`. The base's own head is judged at its best temperature.
-        unigrams: Loss of the training text's frequencies, in nats; None for a stream, where those
-            of the held-out text itself stand in, which predict it a little better.
-
-    Raises:
-        ValueError: It does no better; its body has probably not the weights it was trained with.
+    The base's own head is judged at its best temperature. `unigrams` is the loss of the training
+    text's frequencies, in nats; None for a stream, where those of the held-out text itself stand
+    in, which predict it a little better.
     """
     if not run.check_base or run.model.from_scratch or "old_head" not in swap:
         return
@@ -156,9 +150,6 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> di
     Returns:
         `h_exp`; `scale`, a factor on the prototypes that is 1 on the sphere; the `loss`, in nats,
         and how many `tokens` it was taken on.
-
-    Raises:
-        ValueError: No token is labelled, or nothing fits better than a uniform distribution.
 
     Source:
         Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Sec. 4.2.

@@ -23,9 +23,6 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
 
     The error comes with gloo, on CPUs. NCCL ends a process that waited, and names none: the log
     has named those that are behind by then.
-
-    Raises:
-        StoppedError: Some did not answer.
     """
     if args.world_size == 1:
         yield

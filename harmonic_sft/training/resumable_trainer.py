@@ -85,11 +85,6 @@ class ResumableTrainer(Trainer):
     saves it holds the losses since the last log, the places in streams and tables of neighbors. A
     run has to continue with the settings, rows, frozen weights and rows per step that it began
     with. Its output folder is its own. `training_args.bin`, a pickle, is never written.
-
-    Args:
-        preparation: It has built the model, and makes further rows and trials.
-        callbacks: Further callbacks.
-        kwargs: Arguments of `transformers.Trainer`.
     """
 
     model: HarmonicHeadModel
@@ -125,11 +120,7 @@ class ResumableTrainer(Trainer):
         self._frozen: str | None = None  # checksum of the frozen weights
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
-        """Write the configuration into the output folder, which then belongs to this run.
-
-        Raises:
-            ValueError: It holds something else, or another run; or nodes do not share it.
-        """
+        """Write the configuration into the output folder, which then belongs to this run."""
         folder = Path(str(self.args.output_dir))
         if self.claimed == folder:
             return
@@ -148,12 +139,7 @@ class ResumableTrainer(Trainer):
 
     @contextmanager
     def at_work(self) -> Generator[None]:
-        """Keep others out of the output folder, name silent processes, and wait for pushes.
-
-        Raises:
-            ValueError: Another process trains in the folder.
-            StoppedError: Another process of this run does not answer.
-        """
+        """Keep others out of the output folder, name silent processes, and wait for pushes."""
         is_main = PartialState().is_main_process  # it alone writes, so its lock is enough
         lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
         with lock, naming_silent_peers(self.args):

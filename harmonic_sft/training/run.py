@@ -102,12 +102,7 @@ def train(run: RunConfig) -> dict[str, Any]:
 
 
 def check_run(run: RunConfig) -> None:
-    """Refuse what can be refused before anything is loaded, without a network.
-
-    Raises:
-        ValueError: No loss or evaluation, a missing file, a launch or a folder that cannot be used,
-            or a reporter that is not installed.
-    """
+    """Refuse what can be refused before anything is loaded, without a network."""
     if run.loss is None:
         raise ValueError(
             "loss: expected the name of a loss, got null. A run with a loss function of your own "
@@ -129,11 +124,7 @@ def check_run(run: RunConfig) -> None:
 
 
 def prepare(run: RunConfig) -> tuple[HarmonicTrainer, LoadedData]:
-    """Load tokenizer, data and model, and build the trainer.
-
-    Raises:
-        ValueError: Something is missing or does not fit together.
-    """
+    """Load tokenizer, data and model, and build the trainer."""
     set_seed(run.seed)
     with PartialState().main_process_first():  # one process fills the cache, the others read it
         tokenizer, data = load_run_data(run)
