@@ -199,20 +199,3 @@ def test_a_plan_needs_no_data(make, capsys, caplog):
     for task in TASKS:
         dry_run(load_run_config(make(task)))
     assert "Fits " in caplog.text
-
-
-def test_settings_that_do_not_fit_the_task_are_refused(make, make_yaml):
-    for override, message in (
-        ("head.init=input_embeddings", r"head.init: expected one of \['class_means', 'random'"),
-        ("head.tie=true", "head.tie: expected false, got true. .* it needs a language model"),
-        ("data.label_column=null", "data.label_column: expected a column for classification"),
-        ("data.packing=true", "data.packing: expected the default for classification"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_run_config(make(), [override])
-    with pytest.raises(ValueError, match=r"pooling: expected nothing for token_classification"):
-        load_run_config(make("token_classification"), ["model.pooling=cls"])
-    with pytest.raises(ValueError, match=r"head.init: expected one of \['input_embeddings'"):
-        load_run_config(make_yaml(), ["head.init=class_means"])
-    with pytest.raises(ValueError, match=r"data.label_column: expected nothing for masked_lm"):
-        load_run_config(make_yaml(), ["data.label_column=label"])
