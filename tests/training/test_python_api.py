@@ -68,13 +68,21 @@ def assert_same_weights(*trainers):
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
-def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(make_yaml, arguments, make):
-    path = make_yaml(head=BEHIND_TRANSFORM)
-    from_yaml = trained(path, "data.eval.documents=0", "training.max_steps=4")
-    trainer = make(arguments("python", **AS_IN_YAML))
+@pytest.mark.parametrize("is_stream", [False, True], ids=["a table", "a packed stream"])
+def test_a_name_and_a_data_set_train_the_weights_of_the_yaml_file(
+    make_yaml, texts, text_file, arguments, make, is_stream
+):
+    source = {"path": str(text_file), "streaming": is_stream}
+    data = {"sources": [source], "packing": is_stream, "eval": {"documents": 0}}
+    from_yaml = trained(make_yaml(data=data, head=BEHIND_TRANSFORM), "training.max_steps=4")
+    given = texts, texts.select(range(10))
+    train, held_out = [rows.to_iterable_dataset() for rows in given] if is_stream else given
+    args = arguments("python", packing=is_stream, **AS_IN_YAML)
+    trainer = make(args, train_dataset=train, eval_dataset=held_out)
     trainer.train()
     assert losses(trainer) == losses(from_yaml)
     assert_same_weights(trainer, from_yaml)
+    assert trainer.evaluate()["eval_tokens"] > 0
 
 
 @pytest.mark.parametrize(
@@ -142,21 +150,6 @@ def test_one_process_saves(make, tmp_path, monkeypatch):
     monkeypatch.setattr(HarmonicTrainingArguments, "should_save", False)
     trainer.save_model(str(tmp_path / "saved"))
     assert not (tmp_path / "saved").exists()
-
-
-def test_packed_streams_are_read_as_from_a_file(make_yaml, texts, text_file, arguments, make):
-    source = {"path": str(text_file), "streaming": True}
-    data = {"sources": [source], "packing": True, "eval": {"documents": 0}}
-    path = make_yaml(data=data, head=BEHIND_TRANSFORM)
-    from_yaml = trained(path, "training.max_steps=4")
-    trainer = make(
-        arguments("python", packing=True, **AS_IN_YAML),
-        train_dataset=texts.to_iterable_dataset(),
-        eval_dataset=texts.select(range(10)).to_iterable_dataset(),
-    )
-    trainer.train()
-    assert losses(trainer) == losses(from_yaml)
-    assert trainer.evaluate()["eval_tokens"] > 0
 
 
 def test_a_stream_with_a_shuffle_buffer_is_not_trained_on(texts, make):

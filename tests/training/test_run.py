@@ -284,26 +284,29 @@ def test_a_run_that_early_stopping_ends_is_finished(
         start(path, "resume=true", "early_stopping_patience=5")
 
 
+NO_BASE = "model.base=nobody/nothing"
+
+
 def test_a_folder_that_holds_something_is_never_overwritten(make_yaml, tmp_path, monkeypatch):
     """transformers expands a tilde: ours must look at the same folder before writing there."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "thesis.txt").write_text("irreplaceable")
-    with pytest.raises(ValueError, match=r"expected an empty folder, got .* holds other files"):
-        start(make_yaml())
-    with pytest.raises(ValueError, match=r"expected an empty folder, got .* holds other files"):
-        dry_run(load_run_config(make_yaml(), ["model.base=nobody/nothing"]))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ValueError, match=r"expected an empty folder, got .*run"):
-        start(make_yaml(), "training.output_dir=~/run")
+    for place, found in {
+        folder: "expected an empty folder, got .* holds other files",
+        "~/run": "expected an empty folder, got .*run",
+        folder / "thesis.txt": "output_dir: expected a folder, got the file",
+        folder / "thesis.txt" / "a" / "b": r"expected a folder, got the file '.*thesis\.txt'",
+        tmp_path / "link": "output_dir: expected a folder, got the file '.*link'",
+    }.items():
+        for refuse in (train, dry_run):
+            with pytest.raises(ValueError, match=found):
+                refuse(load_run_config(make_yaml(), [f"training.output_dir={place}", NO_BASE]))
     assert [path.read_text() for path in folder.iterdir()] == ["irreplaceable"]
-    with pytest.raises(ValueError, match=r"output_dir: expected a folder, got the file"):
-        start(make_yaml(), f"training.output_dir={folder / 'thesis.txt'}")
-    with pytest.raises(ValueError, match=r"expected a folder, got the file '.*thesis\.txt'"):
-        start(make_yaml(), f"training.output_dir={folder / 'thesis.txt' / 'a' / 'b'}")
 
 
-NO_BASE = "model.base=nobody/nothing"
 REFUSED = {  # before the base is looked for, if there is none
     (NO_BASE,): r"model\.base: expected a model that can be loaded, got 'nobody/noth",
     ("model.base=/nowhere/at/all",): r"model\.base: expected a folder with a config\.json",
