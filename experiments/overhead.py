@@ -57,7 +57,7 @@ def measure_overhead(
         of the ratios to plain harmonic loss in the same round, minus 1, `peak_bytes`,
         `memory_ratio`, and `prepare_seconds`, what the loss did before the first step.
     """
-    trainer = prepare(run).trainer
+    trainer = prepare(run)[0]
     model = trainer.model.train()
     batches = list(islice(trainer.get_train_dataloader(), rounds))
     rows = []

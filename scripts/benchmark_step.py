@@ -67,9 +67,9 @@ def build_arms(config: Path, overrides: Sequence[str], batch_size: int) -> dict[
         "training.disable_tqdm=true",
     ]
     run = load_run_config(config, overrides)
-    harmonic = prepare(run).trainer
-    fused = prepare(load_run_config(config, [*overrides, *LINEAR])).trainer
-    logits = prepare(load_run_config(config, [*overrides, *LINEAR])).trainer
+    harmonic = prepare(run)[0]
+    fused = prepare(load_run_config(config, [*overrides, *LINEAR]))[0]
+    logits = prepare(load_run_config(config, [*overrides, *LINEAR]))[0]
     logits.model.loss_fn = negative_log_likelihood
     trainers = {
         "harmonic head": harmonic,

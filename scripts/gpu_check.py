@@ -193,7 +193,7 @@ def step(options: argparse.Namespace) -> None:
     path = ["--json", str(options.output / "step.json")]
     benchmark_step.main([*arguments, *path, *_overrides(options)])
     where = f"training.output_dir={options.output / 'shares'}"
-    trainer = prepare(load_run_config(CONFIG, [*_overrides(options), where])).trainer
+    trainer = prepare(load_run_config(CONFIG, [*_overrides(options), where]))[0]
     following = benchmark_step.stepper(trainer, list(islice(trainer.get_train_dataloader(), 1)))
     following()
     with profile(acc_events=True) as profiler:
@@ -265,9 +265,7 @@ def _losses(
     where = [f"training.output_dir={folder}", "training.save_strategy=no"]
     steps = [f"training.max_steps={3 if options.small else 4}"]
     _forget()
-    trainer = prepare(
-        load_run_config(CONFIG, [*_overrides(options), *steps, *where, *changes])
-    ).trainer
+    trainer = prepare(load_run_config(CONFIG, [*_overrides(options), *steps, *where, *changes]))[0]
     _limit(limit or CARD)
     try:
         trainer.train()

@@ -27,10 +27,6 @@ CACHED_ROWS = 8
 NUM_COLUMNS = 5  # before the normalizers: label, rank, prediction, cosine, margin
 
 
-class DivergedError(ValueError):
-    """Logits are not finite."""
-
-
 class TokenScores(NamedTuple):
     """What is known of every scored token, from which all metrics are computed."""
 
@@ -177,8 +173,7 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
         `post_hoc_inverse_temperature`.
 
     Raises:
-        ValueError: No token is labelled.
-        DivergedError: Scores are not finite.
+        ValueError: No token is labelled, or scores are not finite.
 
     Source:
         Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Sec. 4.2.
@@ -187,7 +182,7 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
     if tokens == 0:
         raise ValueError("evaluation: expected labelled tokens, got none. Give more documents")
     if bad := int((~np.isfinite(scores.normalizers).all(-1)).sum()):
-        raise DivergedError(
+        raise ValueError(
             f"evaluation: expected finite logits, got others for {bad:,} of {tokens:,} tokens. The "
             "weights have diverged (lower the learning rate), are damaged, or their precision is "
             "too low"

@@ -69,10 +69,6 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     `config` names the merged weights among what training changes, and keeps them in float32 when
     the rest is loaded in 16 bits.
 
-    Raises:
-        ValueError: A target without a linear layer, a block that does not exist, or a layer whose
-            own weights train.
-
     Source:
         Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685.
     """
@@ -126,9 +122,7 @@ def lora_layers(model: HarmonicHeadModel) -> dict[str, LoraLinear]:
 def merged_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
     """Return the state of an ordinary model that computes the same; the live one stays as it is.
 
-    Returns:
-        The weights under the names they have without LoRA, the merged ones in float32; of a
-        quantized body they are unpacked, the others stay packed.
+    Merged weights are in float32; of a quantized body they are unpacked, the others stay packed.
     """
     whole = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
     state = {name.replace(".base_layer.", "."): value for name, value in whole.items()}
@@ -161,12 +155,8 @@ def _save_merged(
 def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
     """Write the LoRA weights, the head and unfrozen modules in PEFT's form into `adapter/`.
 
-    `PeftModel.from_pretrained` puts them on `from_base` of the same class of model, base, dtype and
-    head settings. Where parts trained in float32 on a bfloat16 body it needs
-    `low_cpu_mem_usage=True`, since PEFT rounds them to the dtype of the body otherwise, and then
-    `torch_device` too, since PEFT loads on a GPU that it sees. Every
-    target is a full name, which begins with `model.backbone`: on the base as others load it, PEFT
-    finds none of them and says so.
+    The model card says how to load them. Every target is a full name, which begins with
+    `model.backbone`: on the base as others load it, PEFT finds none of them and says so.
     """
     layers = lora_layers(model)
     modules = _saved_modules(model)
@@ -186,11 +176,7 @@ def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
 def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
     """Load what trains, exactly, from a checkpoint whose body is merged, packed or left out.
 
-    Returns:
-        Whether it is such a checkpoint; otherwise nothing was loaded.
-
-    Raises:
-        ValueError: The model trains other tensors, or has other frozen weights.
+    Return whether it is such a checkpoint; otherwise nothing was loaded.
     """
     names: Collection[str]
     if (folder / RESUME_FILE).is_file():

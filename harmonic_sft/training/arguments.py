@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import trainer_log_levels
 
-from harmonic_sft.config import check_fields, load_text, parse, to_plain
+from harmonic_sft.config import load_text, parse, to_plain
 from harmonic_sft.losses import LOSSES, SumLoss
 from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models.heads import behind_transform, heads_in
@@ -33,6 +33,7 @@ from harmonic_sft.training.run_config import (
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
 NOT_IN_CONFIG = (
+    "accelerator_config",  # see `check_launch`
     "hub_model_id",
     "hub_private_repo",
     "hub_revision",
@@ -283,10 +284,6 @@ class HarmonicTrainingArguments(TrainingArguments):
                 raise ValueError(
                     f"training.{name}: expected one of {list(trainer_log_levels)}, got {level!r}"
                 )
-        if isinstance(self.accelerator_config, dict):
-            check_fields(AcceleratorConfig, self.accelerator_config, "training.accelerator_config")
-            # transformers changes the dictionary it is given.
-            self.accelerator_config = copy.deepcopy(self.accelerator_config)
         for name in ("load_best_model_at_end", "eval_strategy"):
             is_missing = getattr(self, name) in (False, "no")
             if is_missing and (patience := self.early_stopping_patience) is not None:
@@ -378,9 +375,6 @@ class HarmonicTrainingArguments(TrainingArguments):
             if name in self._derived and self._derived[name][1] is value:
                 value = self._derived[name][0]
             value = value.value if isinstance(value, Enum) else value
-            if isinstance(value, AcceleratorConfig):  # made of a dictionary by `__post_init__`
-                plain = vars(AcceleratorConfig())
-                value = {k: v for k, v in vars(value).items() if (v or None) != (plain[k] or None)}
             # `or None`: parsers of command lines write "nothing" as None, False or an empty list.
             if name not in NOT_IN_CONFIG and (value or None) != (default_of(name) or None):
                 given[name] = value
@@ -444,13 +438,7 @@ def _sections_of(own_head: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def check_launch(args: HarmonicTrainingArguments) -> None:
-    """Refuse ways of starting that would train something else than the arguments say.
-
-    Raises:
-        ValueError: Another way of `accelerate launch` than plain data parallelism in the precision
-            of the model, several GPUs in one process, processes that do not know of each other, or
-            arguments that several processes cannot follow.
-    """
+    """Refuse ways of starting that would train something else than the arguments say."""
     for variable, reason in ACCELERATE_PLUGINS.items():
         if os.environ.get(variable, "false").lower() in ("true", "1"):
             plugin = variable.removeprefix("ACCELERATE_USE_")
@@ -476,30 +464,11 @@ def check_launch(args: HarmonicTrainingArguments) -> None:
             f"launch: expected {processes} processes that work together, got single ones. "
             "Without GPUs set training.use_cpu=true and start with torchrun"
         )
-    _check_processes(args)
-
-
-def _check_processes(args: HarmonicTrainingArguments) -> None:
-    """Refuse settings at which several processes would hang, or train otherwise than one."""
-    accelerator_config: Any = args.accelerator_config
-    section = "training.accelerator_config"
-    if accelerator_config.dispatch_batches:
-        raise ValueError(
-            f"{section}.dispatch_batches: expected false, got true. Every process reads its own "
-            "rows"
-        )
-    if not accelerator_config.use_seedable_sampler:
-        raise ValueError(
-            f"{section}.use_seedable_sampler: expected true, got false. A resumed run would read "
-            "other rows"
-        )
+    if args.accelerator_config != AcceleratorConfig(dispatch_batches=False):
+        check_refused({"accelerator_config": args.accelerator_config})
     needed = {
         # Rows that fill up last batches could not be left out.
         "data.padding_free": (args.padding_free, False),
-        # A step would read other rows.
-        f"{section}.split_batches": (accelerator_config.split_batches, False),
-        # Processes with one batch more would wait for the others.
-        f"{section}.even_batches": (accelerator_config.even_batches, True),
         # A token would weigh more where a process has fewer of them.
         "training.average_tokens_across_devices": (args.average_tokens_across_devices, True),
     }

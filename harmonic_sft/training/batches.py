@@ -47,18 +47,8 @@ class CountingCollator:
         Returns:
             What `collator` returns with `label_positions`, `[N]`, an argument of the models, if
             labels are classes, and `num_tokens`, without padding, which the trainer takes out.
-
-        Raises:
-            ValueError: A label is not a class.
         """
-        try:
-            batch = self.collator(rows)
-        except ValueError as error:  # transformers' own trainer would have left such columns out
-            row = rows[0] if isinstance(rows, list) and isinstance(rows[0], dict) else {}
-            if texts := [name for name, value in row.items() if isinstance(value, str)]:
-                error.add_note(f"data_collator: its rows have text. Try remove_columns({texts})")
-            raise
-        return self.count(batch)
+        return self.count(self.collator(rows))
 
     def count(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with what is counted in it."""
@@ -125,11 +115,7 @@ def labelled_states(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Te
 def examples_of_step(
     rows: MaskedRows, args: TrainingArguments, *, step: int
 ) -> list[dict[str, int]]:
-    """Name the rows that the optimizer step after `step` others reads, of all processes.
-
-    Returns:
-        Of each row its `row` in the table, its `source` and its `document`.
-    """
+    """Name row, source and document of what the step after `step` others reads in all processes."""
     size, at_once = rows_per_step(args), rows_at_once(args)
     rounded = math.floor if args.dataloader_drop_last else math.ceil
     num_read = rounded(len(rows) / at_once) * at_once  # in an epoch

@@ -44,11 +44,7 @@ class StoppedError(RuntimeError):
 
 
 class HeadCallback(TrainerCallback):
-    """Sets what head and loss change with the steps; depends on the step alone, for resumed runs.
-
-    Args:
-        h_exp: How the exponent is annealed; None leaves it alone.
-    """
+    """Sets what head and loss change with the steps, by the step alone: runs may be resumed."""
 
     def __init__(self, h_exp: HExpConfig | None):
         self.h_exp = h_exp
@@ -100,10 +96,8 @@ class TerminationCallback(TrainerCallback):
 
     A checkpoint of an epoch's last step is always saved after the evaluation that ends the epoch.
     transformers' own callback, of `enable_jit_checkpoint`, waits for three seconds and saves in the
-    middle of a step, which a resumed run could not repeat with the same random numbers.
-
-    Args:
-        is_alone: There is one process; otherwise the trainer sets `agreed` after asking all.
+    middle of a step, which a resumed run could not repeat with the same random numbers. Unless a
+    process `is_alone`, the trainer sets `agreed` after asking all.
     """
 
     def __init__(self, *, is_alone: bool):
@@ -255,32 +249,8 @@ def place_events_(callbacks: Sequence[TrainerCallback], folder: str) -> None:
             callback.logging_dir = os.path.join(folder, default_logdir())
 
 
-@contextlib.contextmanager
-def lasting_reports(callbacks: Sequence[TrainerCallback]) -> Generator[None]:
-    """Close reporters after the final evaluation, which would open another run after training."""
-    reporters = [c for c in callbacks if isinstance(c, tuple(INTEGRATION_TO_CALLBACK.values()))]
-    ends: list[Callable[[], Any]] = []
-
-    def postpone(end: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        ends.append(partial(end, *args, **kwargs))
-
-    for reporter in reporters:
-        vars(reporter)["on_train_end"] = partial(postpone, reporter.on_train_end)
-    try:
-        yield
-    finally:
-        for reporter in reporters:
-            del vars(reporter)["on_train_end"]
-        for end in ends:
-            end()
-
-
 def check_reporters(names: Sequence[str]) -> None:
-    """Refuse reporters that are unknown or not installed, before anything is loaded.
-
-    Raises:
-        ValueError: One is missing.
-    """
+    """Refuse reporters that are unknown or not installed, before anything is loaded."""
     available = get_available_reporting_integrations()
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:  # a misspelled one must not be installed

@@ -32,33 +32,14 @@ NEIGHBORS_NAME = "neighbors.safetensors"
 NEEDED = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "model*.safetensors")
 
 
-def write_manifest(
-    folder: Path,
-    *,
-    rows_per_step: int,
-    rows_at_once: int | None = None,
-    frozen_sha256: str | None = None,
-    rows_sha256: str | None = None,
-    eval_sha256: str | None = None,
-) -> None:
-    """Write the last file of a checkpoint: the checksums of all the others, and of itself.
-
-    `frozen_sha256` is None where quantized weights change as they are used. For rows of the user's
-    own `rows_sha256` holds their number, and `eval_sha256` is None.
-    """
+def write_manifest(folder: Path, **recorded: int | str | None) -> None:
+    """Write the last file of a checkpoint: the checksums of all others, what else is recorded."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:  # on the disk before older checkpoints are deleted
         with path.open("rb") as file:
             os.fsync(file.fileno())
     files = {path.relative_to(folder).as_posix(): file_sha256(path) for path in paths}
-    content: dict[str, Any] = {
-        "rows_per_step": rows_per_step,
-        "rows_at_once": rows_at_once,
-        "frozen_sha256": frozen_sha256,
-        "rows_sha256": rows_sha256,
-        "eval_sha256": eval_sha256,
-        "files": files,
-    }
+    content = {**recorded, "files": files}
     text = json.dumps({**content, "sha256": _sha256_of(content)}, indent=2)
     write_whole(folder / MANIFEST_NAME, text)
 
@@ -84,11 +65,7 @@ def rows_per_step(args: TrainingArguments) -> int:
 
 
 def same_accumulation(folder: Path, args: TrainingArguments) -> int:
-    """Return the accumulation steps that give an optimizer step as many rows as a checkpoint's.
-
-    Raises:
-        ValueError: No number of micro-batches gives it.
-    """
+    """Return the accumulation steps that give an optimizer step as many rows as a checkpoint's."""
     manifest = read_manifest(folder)
     saved = manifest.get("rows_per_step")  # None of an earlier version
     at_once = rows_at_once(args)
@@ -156,11 +133,7 @@ def was_saved(folder: Path) -> bool:
 
 
 def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
-    """Return the checkpoint that was asked for, by True the newest whole one.
-
-    Raises:
-        ValueError: It is damaged, or there is none.
-    """
+    """Return the checkpoint that was asked for, by True the newest whole one."""
     if not asked:
         return None
     if asked is not True:
@@ -175,11 +148,7 @@ def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
 
 
 def check_undamaged(folder: Path, *, is_best: bool = False) -> None:
-    """Refuse a damaged checkpoint that a user named, or a later checkpoint as the best one.
-
-    Raises:
-        ValueError: It is damaged or missing.
-    """
+    """Refuse a damaged checkpoint that a user named, or a later checkpoint as the best one."""
     damage = find_damage(folder, is_best=is_best)
     if damage is None:
         return
@@ -195,13 +164,7 @@ def check_undamaged(folder: Path, *, is_best: bool = False) -> None:
 def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) -> None:
     """Refuse a checkpoint with other classes or rows, or of another commit of the base.
 
-    Args:
-        folder: The checkpoint.
-        config: The model's.
-        rows: `rows_sha256` and `eval_sha256`, as in `write_manifest`.
-
-    Raises:
-        ValueError: The classes differ, or rows or commits that are known on both sides.
+    `rows` are `rows_sha256` and `eval_sha256` of the trainer; what one side does not know passes.
     """
     manifest, saved = read_manifest(folder), HarmonicConfig.from_pretrained(folder)
     if saved.id2label != config.id2label:
@@ -226,11 +189,7 @@ def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) ->
 
 
 def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:
-    """Return the state of a checkpoint; the best one is sought beside it, since runs are moved.
-
-    Raises:
-        ValueError: The best one is needed, and damaged or missing.
-    """
+    """Return the state of a checkpoint; the best one is sought beside it, since runs are moved."""
     state = TrainerState.load_from_json(str(checkpoint / STATE_NAME))
     if state.best_model_checkpoint is not None:
         best = checkpoint.parent / Path(state.best_model_checkpoint).name
@@ -331,14 +290,7 @@ def load_exactly_(
 ) -> None:
     """Load the trained tensors of a checkpoint into a model that has the weights of its base.
 
-    Args:
-        model: With the frozen weights of the base.
-        saved: What was trained.
-        folder: Of the checkpoint.
-        names: Of the tensors that the model trains.
-
-    Raises:
-        ValueError: The model trains other tensors.
+    They have to be all of `names`, which the model trains, and no others.
     """
     different = sorted(saved.keys() ^ set(names))
     if different:
@@ -350,11 +302,7 @@ def load_exactly_(
 
 
 def check_frozen(model: HarmonicHeadModel, folder: Path) -> None:
-    """Refuse a model whose frozen weights are not those that a checkpoint has recorded, if any.
-
-    Raises:
-        ValueError: They differ.
-    """
+    """Refuse a model whose frozen weights are not those that a checkpoint has recorded, if any."""
     frozen = read_manifest(folder).get("frozen_sha256")
     if frozen is not None and frozen != frozen_sha256(model):
         raise ValueError(

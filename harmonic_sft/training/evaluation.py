@@ -93,9 +93,6 @@ def evaluate_folder(
 
     Returns:
         The content of `results/eval.json`.
-
-    Raises:
-        ValueError: No model in the folder, or bad data.
     """
     opened = _open(folder, overrides)
     _check_output("--per-document", per_document, opened.data_config)
@@ -143,9 +140,6 @@ def evaluate_suite(
 
     Returns:
         The content of `results/suite.json` of the first folder.
-
-    Raises:
-        ValueError: A folder without a model, models with different tokenizers or tasks, bad data.
     """
     if find_spec("sklearn") is None:
         raise ValueError(
@@ -197,11 +191,7 @@ def evaluate_suite(
 
 
 def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
-    """Print what a language model predicts at the masks of a text, or after its end.
-
-    Raises:
-        ValueError: No language model in the folder, or a text without a mask.
-    """
+    """Print what a language model predicts at the masks of a text, or after its end."""
     config, task = _harmonic_config(folder, "explain")
     if task not in LANGUAGE_MODELS:
         raise ValueError(f"explain: expected a language model, got {task} in {str(folder)!r}")
@@ -245,11 +235,7 @@ class Opened:
         }
 
     def score(self, rows: LoadedData) -> Scored:
-        """Score the model's data, or other data; return the document of every row too.
-
-        Raises:
-            ValueError: There is no row.
-        """
+        """Score the model's data, or other data; return the document of every row too."""
         # Collating without padding would make one row of a whole batch.
         size = 1 if rows.collator is collate_padding_free else self.batch_size
         device = self.model.device
@@ -385,11 +371,7 @@ def _read_ruler(name: str, opened: Opened, others: Sequence[PreTrainedConfig]) -
 def check_unseen(folder: Path, data: LoadedData, config: DataConfig) -> list[Ancestor]:
     """Refuse to evaluate a model on documents that it, or a base of it, did not hold out.
 
-    Returns:
-        What is known of the model and its bases.
-
-    Raises:
-        ValueError: One of them is known not to have held out some of the documents.
+    Return what is known of the model and its bases.
     """
     names = data.held_out.fingerprints
     ancestors = lineage(str(folder), names, [to_plain(s) for s in config.eval_sources])

@@ -27,11 +27,7 @@ class Part(NamedTuple):
 
 
 def unfreeze_(model: HarmonicHeadModel, unfreeze: UnfreezeConfig) -> None:
-    """Freeze the backbone except what `unfreeze` names; the head trains.
-
-    Raises:
-        ValueError: More blocks than there are, or a pattern without a parameter.
-    """
+    """Freeze the backbone except what `unfreeze` names; the head trains."""
     backbone = model.model.backbone
     model.requires_grad_(False)
     parameters = dict(backbone.named_parameters())

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,22 +33,6 @@ STEEPNESS = (FLAT / 1.01, 4096.0)  # least and greatest -h_exp; a search that en
 SCALES = (1e-3, 1e3)  # of the prototypes off the sphere
 
 
-class HExpFit(NamedTuple):
-    """The exponent that fits a base best.
-
-    Attributes:
-        h_exp: The exponent.
-        scale: Factor on the prototypes; 1 on the sphere.
-        loss: On the tokens that it was fitted to, in nats.
-        tokens: How many there were.
-    """
-
-    h_exp: float
-    scale: float
-    loss: float
-    tokens: int
-
-
 def evaluate(trainer: HarmonicTrainer, prefix: str) -> dict[str, float]:
     """Evaluate and return the metrics without the prefix that transformers logs them under."""
     return plain_metrics(trainer.evaluate(metric_key_prefix=prefix), prefix)
@@ -63,7 +47,7 @@ def plain_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]
 
 def measure_swap(
     trainer: HarmonicTrainer, data: LoadedData
-) -> tuple[dict[str, dict[str, float]], HExpFit | None]:
+) -> tuple[dict[str, dict[str, float]], dict[str, float] | None]:
     """Evaluate the base with its own head and with the new one; then fit its h_exp, if asked to.
 
     Returns:
@@ -89,9 +73,9 @@ def measure_swap(
     apply_fit_(trainer, fit)
     logger.info(
         "Calibrated on %d tokens: h_exp %.3g, prototypes times %.3g.",
-        fit.tokens,
-        fit.h_exp,
-        fit.scale,
+        fit["tokens"],
+        fit["h_exp"],
+        fit["scale"],
     )
     return swap, fit
 
@@ -104,15 +88,9 @@ def check_base(
 ) -> None:
     """Refuse a base that predicts held-out text no better than the frequencies of its tokens.
 
-    Args:
-        run: Says whether to look.
-        data: Of the run.
-        swap: Of `measure_swap`. The base's own head is judged at its best temperature.
-        unigrams: Loss of the training text's frequencies, in nats; None for a stream, where those
-            of the held-out text itself stand in, which predict it a little better.
-
-    Raises:
-        ValueError: It does no better; its body has probably not the weights it was trained with.
+    The base's own head is judged at its best temperature. `unigrams` is the loss of the training
+    text's frequencies, in nats; None for a stream, where those of the held-out text itself stand
+    in, which predict it a little better.
     """
     if not run.check_base or run.model.from_scratch or "old_head" not in swap:
         return
@@ -138,26 +116,26 @@ def eval_labels(data: LoadedData) -> np.ndarray:
 
 
 @torch.no_grad()
-def apply_fit_(trainer: HarmonicTrainer, fit: HExpFit) -> None:
-    """Give a newly loaded head the fitted exponent and scale, and anneal from there.
+def apply_fit_(trainer: HarmonicTrainer, fit: dict[str, float]) -> None:
+    """Give a newly loaded head what `fit_h_exp` found, and anneal from there.
 
     The ratio of end to start stays that of the run.
     """
     h_exp, loss = trainer.run_config.h_exp, trainer.run_config.loss
     assert h_exp is not None, "only a distance head is fitted"
     assert loss is not None, "a file names its loss"
-    trainer.model.dist_head.weight.mul_(fit.scale)
+    trainer.model.dist_head.weight.mul_(fit["scale"])
     # A loss may hold a copy of the prototypes; that of distillation is of the old head.
-    if fit.scale != 1 and not isinstance(loss, DistillLoss):
+    if fit["scale"] != 1 and not isinstance(loss, DistillLoss):
         trainer.model.loss_fn = loss.prepare(trainer.model.dist_head)
-    trainer.model.h_exp = fit.h_exp
+    trainer.model.h_exp = fit["h_exp"]
     if h_exp.schedule != "learned":
-        end = fit.h_exp * h_exp.end / h_exp.start
-        trainer.anneal(replace(h_exp, start=fit.h_exp, end=end))
+        end = fit["h_exp"] * h_exp.end / h_exp.start
+        trainer.anneal(replace(h_exp, start=fit["h_exp"], end=end))
 
 
 @torch.no_grad()
-def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HExpFit:
+def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
     """Find the exponent of a distance head, and off the sphere the prototypes' length, that fit.
 
     Both have the least loss on `NUM_TOKENS` labelled tokens. Logits are proportional to the
@@ -169,8 +147,9 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
             left as it is.
         batches: Of training data, as the model takes them; read until there are tokens enough.
 
-    Raises:
-        ValueError: No token is labelled, or nothing fits better than a uniform distribution.
+    Returns:
+        `h_exp`; `scale`, a factor on the prototypes that is 1 on the sphere; the `loss`, in nats,
+        and how many `tokens` it was taken on.
 
     Source:
         Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Sec. 4.2.
@@ -180,18 +159,18 @@ def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> HE
     is_tied = model.config.tie_word_embeddings
 
     def loss_at(log_scale: float) -> float:
-        return _fit_at(head, math.exp(log_scale), hidden_states, labels).loss
+        return _fit_at(head, math.exp(log_scale), hidden_states, labels)["loss"]
 
     scale = 1.0
     is_free = any(isinstance(part, SphereHead) and not part.unit_sphere for part in head.modules())
     if is_free and not is_tied:
         scale = math.exp(_minimize(loss_at, SCALES, tolerance=0.02))
     fit = _fit_at(head, scale, hidden_states, labels)
-    if -fit.h_exp < FLAT:
+    if -fit["h_exp"] < FLAT:
         raise ValueError(
             "h_exp.calibrate: expected prototypes of which the label's is nearer than others on "
-            f"average, got a best h_exp of {fit.h_exp:.3g}, at which all are alike. Was the base "
-            "loaded with its weights? Set h_exp.calibrate: false to train in spite of it"
+            f"average, got a best h_exp of {fit['h_exp']:.3g}, at which all are alike. Was the "
+            "base loaded with its weights? Set h_exp.calibrate: false to train in spite of it"
         )
     return fit
 
@@ -225,8 +204,8 @@ def _labelled_states(
     return hidden_states, labels
 
 
-def _fit_at(head: Head, scale: float, hidden_states: Tensor, labels: Tensor) -> HExpFit:
-    """Return the exponent with the least mean loss on prototypes times `scale`."""
+def _fit_at(head: Head, scale: float, hidden_states: Tensor, labels: Tensor) -> dict[str, float]:
+    """Fit the exponent alone, with the least mean loss on prototypes times `scale`."""
     assert head.h_exp is not None, "the run's file was checked"
     weight = head.weight.clone()
     head.weight.mul_(scale)
@@ -237,7 +216,8 @@ def _fit_at(head: Head, scale: float, hidden_states: Tensor, labels: Tensor) -> 
         return float(F.cross_entropy(logits * math.exp(log_steepness), labels))
 
     best = _minimize(loss_at, STEEPNESS, tolerance=1e-3)
-    return HExpFit(-math.exp(best), scale, loss_at(best), len(labels))
+    h_exp, loss = -math.exp(best), loss_at(best)
+    return {"h_exp": h_exp, "scale": scale, "loss": loss, "tokens": len(labels)}
 
 
 def _minimize(loss_fn: Any, bounds: tuple[float, float], *, tolerance: float) -> float:

@@ -37,10 +37,6 @@ def explain(name: str | None = None) -> str:
     Args:
         name: Such as `data`, `data.mask.policy`, `training.max_steps` or, of a head or a loss,
             `head.dist`; a position in a list may stand in it or not. None explains all sections.
-
-    Raises:
-        ValueError: There is no such key, and the message names the nearest one; or no run can have
-            it.
     """
     key = _root()
     path = [step for step in (name or "").split(".") if step and not step.isdecimal()]

@@ -48,11 +48,7 @@ SHOWN_FILES = 12  # of a folder that is no model
 
 
 def locate_base(base: str) -> str:
-    """Turn a folder, a name on the Hub, or `package:NAME` into what transformers can load.
-
-    Raises:
-        ValueError: The folder or the package is missing, or a checkpoint holds only what trains.
-    """
+    """Turn a folder, a name on the Hub, or `package:NAME` into what transformers can load."""
     if not base.startswith("package:"):
         if base.startswith((".", "/", "~")) or base.count("/") > 1 or base.startswith("runs/"):
             folder = os.path.expanduser(base)
@@ -77,11 +73,7 @@ def locate_base(base: str) -> str:
 
 
 def check_package(base: str) -> None:
-    """Compare the weights of a base from a package with those that were published.
-
-    Raises:
-        ValueError: They are others.
-    """
+    """Compare the weights of a base from a package with those that were published."""
     name = base.removeprefix("package:")
     if name == base:
         return
@@ -93,29 +85,17 @@ def check_package(base: str) -> None:
 
 
 def load_base_config(model: ModelConfig) -> PreTrainedConfig:
-    """Load the base's configuration.
-
-    Raises:
-        ValueError: It cannot be found, with what to do.
-    """
+    """Load the base's configuration."""
     return from_base(AutoConfig.from_pretrained, model, trust_remote_code=False)
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Load the base's tokenizer.
-
-    Raises:
-        ValueError: It cannot be found, with what to do.
-    """
+    """Load the base's tokenizer."""
     return from_base(AutoTokenizer.from_pretrained, model, trust_remote_code=False)
 
 
 def with_padding(tokenizer: Any, task: str) -> Any:
-    """Let a decoder's tokenizer without a pad token pad with its eos token.
-
-    Raises:
-        ValueError: It has neither.
-    """
+    """Let a decoder's tokenizer without a pad token pad with its eos token."""
     if task == "causal_lm" and tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -128,11 +108,7 @@ def with_padding(tokenizer: Any, task: str) -> Any:
 
 
 def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
-    """Load the tokenizer and the data of a run.
-
-    Raises:
-        ValueError: Something is missing or does not fit together.
-    """
+    """Load the tokenizer and the data of a run."""
     base = load_base_config(run.model)
     check_base_config(run, base)  # before anything is fetched
     task = run.model.task
@@ -153,12 +129,7 @@ def packable(run: RunConfig) -> Collection[str]:
 
 
 def check_base_config(run: RunConfig, config: PreTrainedConfig) -> None:
-    """Refuse what a run cannot do with its base: pack rows, or train its packed weights.
-
-    Raises:
-        ValueError: Documents of a row would see each other; or, of a quantized base, something else
-            would train, checkpoints would not be whole, or it is quantized in another way.
-    """
+    """Refuse what a run cannot do with its base: pack rows, or train its packed weights."""
     model_type = config.get_text_config().model_type
     for option in ("packing", "padding_free"):
         if getattr(run.data, option) and model_type not in packable(run):

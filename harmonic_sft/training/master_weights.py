@@ -20,10 +20,6 @@ class MasterWeightsAdamW(torch.optim.AdamW):
     DistributedDataParallel reduces gradients in the dtype of their parameters: let it ignore 16-bit
     ones, and call `average_gradients` before every step.
 
-    Args:
-        params: Parameters or parameter groups, of any floating dtype.
-        options: Those of `torch.optim.AdamW`.
-
     Source:
         Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740, section 3.1.
     """
@@ -97,11 +93,7 @@ def low_precision_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any, *, is_given: bool) -> None:
-    """Refuse an optimizer that would not train everything, or would lose updates.
-
-    Raises:
-        ValueError: It would.
-    """
+    """Refuse an optimizer that would not train everything, or would lose updates."""
     low_precision = [p.dtype for p in model.parameters() if p.requires_grad and p.itemsize < 4]
     if is_given and low_precision:
         raise ValueError(

@@ -23,10 +23,6 @@ class MemoryFallback:
 
     It then repeats the step from its first micro-batch with the same random numbers. Checkpointing
     changes nothing else; fewer rows at a time sum in another order and draw other dropout masks.
-
-    Args:
-        args: Of the trainer.
-        model: What trains; checkpointed from the start if `args` say so.
     """
 
     def __init__(self, args: HarmonicTrainingArguments, model: HarmonicHeadModel):
@@ -48,15 +44,8 @@ class MemoryFallback:
     ) -> Tensor:
         """Return the loss of one micro-batch of a step; `batches` are those before it.
 
-        Args:
-            backward: Runs a micro-batch, or some of its rows, and returns their loss.
-            batch: The micro-batch.
-            step: Its number.
-            is_sum: Losses of some rows add up to that of all; otherwise they are means, and a
-                micro-batch stays whole.
-
-        Raises:
-            StoppedError: One row does not fit into memory, or a micro-batch that stays whole.
+        `backward` runs a micro-batch, or some of its rows. Unless losses of some rows add up to
+        that of all (`is_sum`), they are means, and a micro-batch stays whole.
         """
         if not self.batches:
             # For dropout in a repeated step, on the CPU and on every GPU.

@@ -16,13 +16,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.hub.run_folder import check_saved
 from harmonic_sft.losses import DistillLoss, InfoNCELoss, SumLoss
-from harmonic_sft.results import (
-    leaves,
-    read_results,
-    read_whole,
-    without_secrets,
-    write_whole,
-)
+from harmonic_sft.results import leaves, read_whole, without_secrets, write_whole
+from harmonic_sft.training.arguments import TOP
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
     last_checkpoint,
@@ -69,31 +64,14 @@ FREE_KEYS = (
     "training.output_dir",
     "training.save_total_limit",
 )
-# Arguments of a trainer that may change after it was made.
-FREE_ARGUMENTS = (
-    "eval_",
-    "per_device_eval_",
-    "log",
-    "run_name",
-    "report_to",
-    "disable_tqdm",
-    "output_dir",
-    "save",
-    "dataloader_num_workers",
-    "dataloader_prefetch_factor",
-    "oom_fallback",
-    "skip_bad_steps",
-    "check_base",
-)
+# What may change after a trainer was made: also when it evaluates and saves.
+LATER_KEYS = (*FREE_KEYS, "training.eval_", "training.log", "training.run_name", "training.save_")
 
 
 def check_output_folder(run: RunConfig) -> None:
     """Make sure that the folder is empty, or holds this very run if it is to be resumed.
 
     A run that ended before its first checkpoint may be overwritten.
-
-    Raises:
-        ValueError: It holds something else, or another run, or may not be written.
     """
     folder = run.output_dir
     existing = next(
@@ -143,13 +121,10 @@ def holds_a_run(folder: Path) -> ValueError:
 
 
 def check_same_arguments(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Refuse arguments of a trainer that were changed after it was made: some it has used.
-
-    Raises:
-        ValueError: They differ in more than what is shown, evaluated or kept.
-    """
+    """Refuse arguments of a trainer that were changed after it was made: some it has used."""
     for name, value in new.items():
-        if value != old[name] and not name.startswith(FREE_ARGUMENTS):
+        key = name if name in TOP else f"training.{name}"
+        if value != old[name] and not key.startswith(LATER_KEYS):
             raise ValueError(
                 f"args.{name}: expected {old[name]!r}, with which the trainer was made, got "
                 f"{value!r}. Make another trainer"
@@ -157,11 +132,7 @@ def check_same_arguments(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def check_same_settings(checkpoint: Path, run: RunConfig) -> None:
-    """Refuse other settings for a run from another folder: its saved optimizer keeps the old.
-
-    Raises:
-        ValueError: They differ in more than the number of steps, or of rows in a micro-batch.
-    """
+    """Refuse other settings for a run from another folder: its saved optimizer keeps the old."""
     home = checkpoint.resolve().parent
     if home == run.output_dir.resolve() or not (home / RUN_FILE).is_file():
         return
@@ -185,9 +156,6 @@ def read_run(folder: Path) -> dict[str, Any]:
     """Return what `run.yaml` in the folder of a run says, as this version would write it.
 
     In files without `data.eval.seed` the seed of the training chose the held-out documents.
-
-    Raises:
-        ValueError: It is damaged.
     """
     saved = read_yaml(folder / RUN_FILE)
     for name in ("data", "training"):
@@ -301,11 +269,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def claim_output_folder(run: RunConfig) -> None:
-    """Write the resolved configuration, which marks the folder as this run's.
-
-    Raises:
-        ValueError: Another run has claimed it before, or trains in it.
-    """
+    """Write the resolved configuration, which marks the folder as this run's."""
     run.output_dir.mkdir(parents=True, exist_ok=True)
     path = run.output_dir / RUN_FILE
     with locked(run.output_dir):
@@ -328,8 +292,7 @@ def claim_output_folder(run: RunConfig) -> None:
 def check_shared(folder: Path) -> None:
     """Make sure that all processes see the folder that the main one has claimed.
 
-    Raises:
-        ValueError: Some do not. Nodes with a folder each could train and save, but not resume.
+    Nodes with a folder each could train and save, but not resume.
     """
     state, path = PartialState(), folder / RUN_FILE
     claim = broadcast_object_list([path.read_bytes() if state.is_main_process else None])[0]
@@ -355,11 +318,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """Keep other processes from training in a folder; the system unlocks it when this one ends.
-
-    Raises:
-        ValueError: Another process trains in it.
-    """
+    """Keep other processes from training in a folder; the system unlocks it when this one ends."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         if not _wait_until(lambda: _flock(handle), LOCK_SECONDS):
@@ -384,25 +343,14 @@ def _flock(handle: int) -> bool:
 
 
 def is_finished(run: RunConfig) -> bool:
-    """Whether the folder holds a run that came to its end: results of all its steps, and the model.
-
-    A run whose saved model lacks a file, or part of one, has to make it again.
-    """
+    """Whether a folder holds the results of all steps of a run, and its whole model."""
     results = read_whole(results_path(run.output_dir), "steps", "before", "final", "config")
     if results is None:
         return False
     asked = results["config"]["training"].get("max_steps", -1)  # early stopping may take fewer
     if max(results["steps"], asked) < run.training.get("max_steps", -1):
         return False
-    try:
-        check_saved(run.output_dir)
-        read_results(run.output_dir / "config.json")
-        tokenizer = read_results(run.output_dir / "tokenizer_config.json")
-        if tokenizer.get("backend") == "tokenizers":  # others have other files, or none
-            read_results(run.output_dir / "tokenizer.json")
-    except ValueError as error:
-        logger.warning("The model is made again, from the last whole checkpoint. %s", error)
-        return False
+    check_saved(run.output_dir)
     return True
 
 

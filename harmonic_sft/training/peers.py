@@ -14,8 +14,7 @@ from harmonic_sft.training.callbacks import StoppedError
 
 logger = logging.getLogger(__name__)
 STARTED = "harmonic_sft/started/{}"  # how many exchanges a process has started
-FIRST_WARNING = 120.0  # seconds of waiting: other processes may work alone for as long
-LAST_WARNING = 0.8  # share of the timeout: before NCCL ends the process
+WARNING = 0.8  # share of the timeout: before NCCL ends the process
 
 
 @contextmanager
@@ -24,9 +23,6 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
 
     The error comes with gloo, on CPUs. NCCL ends a process that waited, and names none: the log
     has named those that are behind by then.
-
-    Raises:
-        StoppedError: Some did not answer.
     """
     if args.world_size == 1:
         yield
@@ -51,29 +47,23 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
 
 
 def _watch(args: TrainingArguments, ended: threading.Event, behind: list[int]) -> None:
-    """Find which processes have started fewer exchanges than this one, when it has waited long.
-
-    `behind` is updated in every long wait; the log names them twice at most.
-    """
+    """Find which processes have started fewer exchanges than this one, when it has waited long."""
     store = distributed.distributed_c10d._get_default_store()
     group: Any = distributed.distributed_c10d._get_default_group()
-    last = LAST_WARNING * args.ddp_timeout
-    marks = sorted({min(FIRST_WARNING, last), last})  # seconds of a wait
-    own, since, num_passed, num_said = -1, time.monotonic(), 0, 0
+    own, since, is_said = -1, time.monotonic(), False
     with suppress(RuntimeError):  # the store ended with its process
         while not ended.wait(1.0):
             before, own = own, group._get_sequence_number_for_group()
             waited = time.monotonic() - since
             if own != before:
-                since, num_passed = time.monotonic(), 0
+                since, is_said = time.monotonic(), False
                 store.set(STARTED.format(args.process_index), str(own))
-            elif num_passed < len(marks) and waited > marks[num_passed]:
-                num_passed += 1
+            elif not is_said and waited > WARNING * args.ddp_timeout:
+                is_said = True
                 keys = [STARTED.format(rank) for rank in range(args.world_size)]
                 counts = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
                 behind[:] = [rank for rank, count in enumerate(counts) if count < own]
-                if behind and num_said < len(marks):
-                    num_said += 1
+                if behind:
                     logger.warning(
                         "Process %d has waited for %.0f seconds: %s of %d, counted from 0, have "
                         "started fewer exchanges. They are at work alone, or hang; "

@@ -76,11 +76,7 @@ CLASSIFIER_NAMES = (  # ends of transformers' names
 
 
 class Preparation:
-    """Makes the model and the rows of a `HarmonicTrainer`, which explains the arguments.
-
-    Raises:
-        ValueError: The model cannot be found, or does not fit the arguments.
-    """
+    """Makes the model and the rows of a `HarmonicTrainer`, which explains the arguments."""
 
     def __init__(
         self,
@@ -168,11 +164,7 @@ class Preparation:
         return self.config
 
     def configure_trial(self) -> RunConfig:
-        """Set and return `config` for a trial of a search, which trains on the rows made before.
-
-        Raises:
-            ValueError: The trial asks for other rows.
-        """
+        """Set and return `config` for a trial of a search, which trains on the rows made before."""
         config, made = self.configure(), {**vars(self.data), "seed": self._seed}
         asked = {**vars(config.data), "seed": config.seed}
         if others := [key for key, value in asked.items() if value != made[key]]:
@@ -189,11 +181,7 @@ class Preparation:
         return self.tokenizer() if is_known else None
 
     def tokenizer(self) -> Any:
-        """Return the tokenizer, that of the model if none was given.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """Return the tokenizer, that of the model if none was given."""
         if self._given_tokenizer is None:
             if not isinstance(self.model, str) and not self._base.name_or_path:
                 raise ValueError(
@@ -208,9 +196,6 @@ class Preparation:
 
         Only data sets of the datasets library are changed, and none if the trainer was given a
         collator.
-
-        Raises:
-            ValueError: Bad rows, or columns that are not known.
         """
         is_raw = self._is_raw(data, TRAIN_NAME)
         h_exp, is_from_yaml = self.config.h_exp, isinstance(data, MaskedRows | StreamedRows)
@@ -247,11 +232,7 @@ class Preparation:
         return self._load_rows(data, EVAL_NAME).eval
 
     def test_rows(self, data: Any) -> Any:
-        """Tokenize a data set to predict: as `eval_rows`, but a classifier's may have no labels.
-
-        Raises:
-            ValueError: Bad rows, without which predictions would not stand beside their texts.
-        """
+        """Tokenize a data set to predict: as `eval_rows`, but a classifier's may have no labels."""
         column, is_raw = self.data.label_column, self._is_raw(data, EVAL_NAME)
         if column is None or not is_raw:
             rows = self.eval_rows(data)
@@ -354,11 +335,7 @@ class Preparation:
         return data
 
     def build(self, train: Any) -> tuple[HarmonicHeadModel, Head | None]:
-        """Return the model that trains, and the head that its base predicted with, if known.
-
-        Raises:
-            ValueError: The classes of a new head are not known.
-        """
+        """Return the model that trains, and the head that its base predicted with, if known."""
         set_seed(self.args.seed)
         run, task = self.config, self.config.model.task
         if isinstance(self.model, HarmonicHeadModel):
@@ -531,9 +508,6 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
 
     Returns:
         `[V, D]`, float32, on the CPU, since some devices have no float64 for the sums.
-
-    Raises:
-        ValueError: A class without a labeled row.
     """
     head = model.dist_head
     on_sphere = any(isinstance(part, SphereHead) and part.unit_sphere for part in head.modules())
@@ -562,11 +536,7 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
 
 
 def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | None = None) -> None:
-    """Freeze what the run does not train, add LoRA if it has a section, and set the loss.
-
-    Raises:
-        ValueError: NEFTune with frozen embeddings, or distillation without an old head.
-    """
+    """Freeze what the run does not train, add LoRA if it has a section, and set the loss."""
     unfreeze_(model, run.model.unfreeze)
     noise = run.training.get("neftune_noise_alpha")
     if noise is not None and not trains(model.get_input_embeddings()):
@@ -589,11 +559,7 @@ def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | No
 
 
 def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> str:
-    """Tell from a model, or from its configuration, what it predicts.
-
-    Raises:
-        ValueError: They do not say.
-    """
+    """Tell from a model, or from its configuration, what it predicts."""
     names = [] if isinstance(model, str) else [cls.__name__ for cls in type(model).__mro__]
     names += config.architectures or []
     # An answer has two labelled tokens, its start and its end.

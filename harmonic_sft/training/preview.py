@@ -22,11 +22,7 @@ NEOBERT = "chandar-lab/NeoBERT"
 
 
 def dry_run(run: RunConfig) -> None:
-    """Print the resolved plan, the parameter table and a memory estimate; load no weights.
-
-    Raises:
-        ValueError: What `train` would refuse before loading.
-    """
+    """Print the resolved plan, the parameter table and a memory estimate; load no weights."""
     check_run(run)
     config = _base_config(run)
     check_base_config(run, config)
@@ -57,11 +53,7 @@ def _base_config(run: RunConfig) -> PreTrainedConfig:
 
 
 def show_data(run: RunConfig) -> None:
-    """Load the data of a run and print counts, lengths, fill rate, one row, and steps.
-
-    Raises:
-        ValueError: Bad data.
-    """
+    """Load the data of a run and print counts, lengths, fill rate, one row, and steps."""
     tokenizer, data = load_run_data(run)
     if data.labels is not None:
         show_classes(data)

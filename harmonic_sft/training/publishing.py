@@ -32,11 +32,7 @@ def destination_of(hub: HubConfig) -> Destination:
 
 
 def push_run(run: RunConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:
-    """Push a finished run, after pending pushes of checkpoints, and log its address.
-
-    Raises:
-        PushError: The Hub did not take it; the command to try again is named.
-    """
+    """Push a finished run, after pending pushes of checkpoints, and log its address."""
     finish_pushes(callbacks)
     logger.info("Pushed: %s", push(run.output_dir, destination_of(run.hub)))
 

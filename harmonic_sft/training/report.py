@@ -195,9 +195,6 @@ def compare_runs(runs: Sequence[dict[str, Any]], figure: Path | None) -> None:
     """Print the results of several runs side by side, and draw them if a path is given.
 
     Each run has its own name in `run`.
-
-    Raises:
-        ValueError: They were evaluated on different held-out data.
     """
     _check_same_data(runs)
     rows = []

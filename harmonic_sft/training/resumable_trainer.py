@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 import shutil
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +24,6 @@ from transformers import (
 )
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
-    HPSearchBackend,
     TrainOutput,
     align_special_tokens,
     has_length,
@@ -34,7 +32,6 @@ from transformers.trainer_utils import (
 from harmonic_sft.data.batches import EpochSampler, MaskedRows
 from harmonic_sft.data.row_maker import rows_digest
 from harmonic_sft.data.streams import StreamedRows
-from harmonic_sft.eval.scoring import DivergedError
 from harmonic_sft.hub.run_folder import read_tensors
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.models.backbones import load_checked
@@ -42,7 +39,7 @@ from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, changed
-from harmonic_sft.training.callbacks import TERMINATED, StoppedError, TerminationCallback
+from harmonic_sft.training.callbacks import TERMINATED, TerminationCallback
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
     check_continues,
@@ -88,11 +85,6 @@ class ResumableTrainer(Trainer):
     saves it holds the losses since the last log, the places in streams and tables of neighbors. A
     run has to continue with the settings, rows, frozen weights and rows per step that it began
     with. Its output folder is its own. `training_args.bin`, a pickle, is never written.
-
-    Args:
-        preparation: It has built the model, and makes further rows and trials.
-        callbacks: Further callbacks.
-        kwargs: Arguments of `transformers.Trainer`.
     """
 
     model: HarmonicHeadModel
@@ -128,11 +120,7 @@ class ResumableTrainer(Trainer):
         self._frozen: str | None = None  # checksum of the frozen weights
 
     def claim_output_folder(self, *, resume: bool = False) -> None:
-        """Write the configuration into the output folder, which then belongs to this run.
-
-        Raises:
-            ValueError: It holds something else, or another run; or nodes do not share it.
-        """
+        """Write the configuration into the output folder, which then belongs to this run."""
         folder = Path(str(self.args.output_dir))
         if self.claimed == folder:
             return
@@ -151,12 +139,7 @@ class ResumableTrainer(Trainer):
 
     @contextmanager
     def at_work(self) -> Generator[None]:
-        """Keep others out of the output folder, name silent processes, and wait for pushes.
-
-        Raises:
-            ValueError: Another process trains in the folder.
-            StoppedError: Another process of this run does not answer.
-        """
+        """Keep others out of the output folder, name silent processes, and wait for pushes."""
         is_main = PartialState().is_main_process  # it alone writes, so its lock is enough
         lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
         with lock, naming_silent_peers(self.args):
@@ -207,22 +190,8 @@ class ResumableTrainer(Trainer):
                 raise holds_a_run(folder)
             self.claim_output_folder(resume=checkpoint is not None)
             self._last_trained = folder
-        is_search = trial is not None and self.hp_search_backend == HPSearchBackend.OPTUNA
-        try:
-            with self.at_work():
-                output = self.train_from(checkpoint, trial, ignore_keys_for_eval)
-                if is_search and self.objective is None:  # before the folder is unlocked
-                    self.objective = self.compute_objective(self.evaluate())
-                return output
-        except (StoppedError, DivergedError) as error:
-            if not is_search:
-                raise
-            if self.args.process_index > 0:  # the first process tells the search
-                self.objective = math.nan
-                return TrainOutput(self.state.global_step, math.nan, {})
-            import optuna
-
-            raise optuna.TrialPruned(str(error)) from error  # so that other trials follow
+        with self.at_work():
+            return self.train_from(checkpoint, trial, ignore_keys_for_eval)
 
     def train_from(
         self,
@@ -360,8 +329,9 @@ class ResumableTrainer(Trainer):
             save_neighbors(folder, self.model.loss_fn)
             is_part = has_lora(self.model) or self.args.save == "trainable"
             is_quantized = quantization_method(self.model.config) is not None
+            # Once: it takes seconds. Whole quantized weights change as they are used.
             if self._frozen is None and (is_part or not is_quantized):
-                self._frozen = frozen_sha256(self.model)  # once: it takes seconds
+                self._frozen = frozen_sha256(self.model)
             write_manifest(
                 folder,
                 rows_per_step=rows_per_step(self.args),

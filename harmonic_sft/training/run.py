@@ -1,7 +1,6 @@
 """One run from its configuration to its results."""
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from harmonic_sft.results import (
     write_results,
 )
 from harmonic_sft.training.arguments import check_launch
-from harmonic_sft.training.callbacks import StoppedError, check_reporters, lasting_reports
+from harmonic_sft.training.callbacks import StoppedError, check_reporters
 from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint
 from harmonic_sft.training.evaluation import scored_sha256
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.head_swap import (
-    HExpFit,
     apply_fit_,
     check_base,
     eval_labels,
@@ -65,14 +63,6 @@ from harmonic_sft.training.verify import read_verdicts
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A run with everything loaded, before its first step."""
-
-    trainer: HarmonicTrainer
-    data: LoadedData
-
-
 def train(run: RunConfig) -> dict[str, Any]:
     """Train a model and write everything into the run's output folder.
 
@@ -98,28 +88,21 @@ def train(run: RunConfig) -> dict[str, Any]:
         check_destination(destination_of(run.hub))
     if is_finished(run):
         return _show_finished(run)
-    ready = prepare(run)
+    trainer, data = prepare(run)
     checkpoint = last_checkpoint(run.output_dir) if run.resume else None
     if checkpoint is not None:
-        ready.trainer.check_continues(checkpoint)  # now: nothing has been written yet
-    _claim(ready.trainer)
-    callbacks = ready.trainer.callback_handler.callbacks
-    with ready.trainer.at_work():
-        before = _measure_before(ready, checkpoint)
-        with lasting_reports(callbacks):
-            trained = _train(ready.trainer, checkpoint)
-        results = _results(ready, before, trained)
-        _publish(ready.trainer, results)
+        trainer.check_continues(checkpoint)  # now: nothing has been written yet
+    _claim(trainer)
+    with trainer.at_work():
+        before = _measure_before(trainer, data, checkpoint)
+        trained = _train(trainer, checkpoint)
+        results = _results(trainer, data, before, trained)
+        _publish(trainer, results)
     return results
 
 
 def check_run(run: RunConfig) -> None:
-    """Refuse what can be refused before anything is loaded, without a network.
-
-    Raises:
-        ValueError: No loss or evaluation, a missing file, a launch or a folder that cannot be used,
-            or a reporter that is not installed.
-    """
+    """Refuse what can be refused before anything is loaded, without a network."""
     if run.loss is None:
         raise ValueError(
             "loss: expected the name of a loss, got null. A run with a loss function of your own "
@@ -140,12 +123,8 @@ def check_run(run: RunConfig) -> None:
         logger.info("No run in %s yet: a new one starts.", run.output_dir)
 
 
-def prepare(run: RunConfig) -> Ready:
-    """Load tokenizer, data and model, and build the trainer.
-
-    Raises:
-        ValueError: Something is missing or does not fit together.
-    """
+def prepare(run: RunConfig) -> tuple[HarmonicTrainer, LoadedData]:
+    """Load tokenizer, data and model, and build the trainer."""
     set_seed(run.seed)
     with PartialState().main_process_first():  # one process fills the cache, the others read it
         tokenizer, data = load_run_data(run)
@@ -168,7 +147,7 @@ def prepare(run: RunConfig) -> Ready:
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
     trainer.run_config = run  # its own has other sources of data and section hub
-    return Ready(trainer, data)
+    return trainer, data
 
 
 def _show_finished(run: RunConfig) -> dict[str, Any]:
@@ -191,25 +170,26 @@ def _claim(trainer: HarmonicTrainer) -> None:
     trainer.claim_output_folder(resume=run.resume)
 
 
-def _measure_before(ready: Ready, checkpoint: Path | None) -> dict[str, Any]:
+def _measure_before(
+    trainer: HarmonicTrainer, data: LoadedData, checkpoint: Path | None
+) -> dict[str, Any]:
     """Evaluate the model as loaded; a run that continues from a checkpoint reads the old values."""
-    run = ready.trainer.run_config
+    run = trainer.run_config
     path = run.output_dir / "results" / "before.json"
     before = read_whole(path, "before", "unigram_loss", "neighbors_before")
     is_recorded = read_whole(path.with_name(f"{LIST}.json"), "digest") is not None
     if before is not None and is_recorded and checkpoint is not None:
         if before.get("calibration") is not None:
-            apply_fit_(ready.trainer, HExpFit(**before["calibration"]))
+            apply_fit_(trainer, before["calibration"])
         return before
-    before = _evaluate_before(ready, is_new=checkpoint is None)
+    before = _evaluate_before(trainer, data, is_new=checkpoint is None)
     state = PartialState()
     state.wait_for_everyone()
     if state.is_main_process:
-        data, sources = ready.data, to_plain(run.data)["sources"]
         record(
             run.output_dir,
             data.held_out,
-            sources=sources,
+            sources=to_plain(run.data)["sources"],
             base=_base(run),
             trained=data.trained,
         )
@@ -217,28 +197,27 @@ def _measure_before(ready: Ready, checkpoint: Path | None) -> dict[str, Any]:
     return before
 
 
-def _evaluate_before(ready: Ready, *, is_new: bool) -> dict[str, Any]:
-    data = ready.data
-    swap, fit = measure_swap(ready.trainer, data)
+def _evaluate_before(trainer: HarmonicTrainer, data: LoadedData, *, is_new: bool) -> dict[str, Any]:
+    swap, fit = measure_swap(trainer, data)
     counts = data.unigram_counts
     unigrams = None if counts is None else unigram_loss(eval_labels(data), counts)
     if is_new:
-        check_base(ready.trainer.run_config, data, swap, unigrams)
-    metrics = evaluate(ready.trainer, "before")
+        check_base(trainer.run_config, data, swap, unigrams)
+    metrics = evaluate(trainer, "before")
     return {
         "before": metrics,
         "swap": swap,
-        "calibration": None if fit is None else fit._asdict(),
+        "calibration": fit,
         "unigram_loss": unigrams,
-        "neighbors_before": _neighbors(ready),
+        "neighbors_before": _neighbors(trainer, data),
     }
 
 
-def _neighbors(ready: Ready) -> dict[str, list[str]]:
-    if ready.data.labels is not None:
+def _neighbors(trainer: HarmonicTrainer, data: LoadedData) -> dict[str, list[str]]:
+    if data.labels is not None:
         return {}  # its prototypes are not words
-    trainer, words = ready.trainer, ready.trainer.run_config.neighbors
-    return nearest_prototypes(trainer.model.dist_head, trainer.processing_class, words)
+    head, words = trainer.model.dist_head, trainer.run_config.neighbors
+    return nearest_prototypes(head, trainer.processing_class, words)
 
 
 def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, Any]:
@@ -287,21 +266,23 @@ def _evaluation_of_last_step(trainer: HarmonicTrainer) -> dict[str, float]:
     return plain_metrics(measured.get(state.global_step, {}), "eval")
 
 
-def _results(ready: Ready, before: dict[str, Any], trained: dict[str, Any]) -> dict[str, Any]:
+def _results(
+    trainer: HarmonicTrainer, data: LoadedData, before: dict[str, Any], trained: dict[str, Any]
+) -> dict[str, Any]:
     """Return the results of a run, counted over all processes."""
-    trainer, run = ready.trainer, ready.trainer.run_config
-    left_out, duplicates = _left_out(ready)
-    held_out = _held_out(ready, duplicates)
+    run = trainer.run_config
+    left_out, duplicates = _left_out(trainer, data)
+    held_out = _held_out(run, data, duplicates)
     return {
         "run": run.output_dir.name,
         "base": run.model.base,
         "head": trainer.model.config.head,
         **before,
         **trained,
-        "neighbors_after": _neighbors(ready),
+        "neighbors_after": _neighbors(trainer, data),
         "steps": trainer.state.global_step,
         "history": _history(before["before"], trainer.state.log_history),
-        "data": {**left_out, "held_out": held_out, "eval_sha256": scored_sha256(ready.data.eval)},
+        "data": {**left_out, "held_out": held_out, "eval_sha256": scored_sha256(data.eval)},
         "peak_memory_bytes": peak_memory_bytes(),
         "verified": read_verdicts(run),
         "config": to_plain(run),
@@ -315,23 +296,23 @@ def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict
     return [start, *({k.replace("final_", "eval_"): v for k, v in row.items()} for row in log)]
 
 
-def _left_out(ready: Ready) -> tuple[dict[str, Any], Duplicates]:
+def _left_out(trainer: HarmonicTrainer, data: LoadedData) -> tuple[dict[str, Any], Duplicates]:
     """Return the results on rows left out, of all processes, and the copies of held-out ones."""
-    place = ready.trainer.stream_place
+    place = trainer.stream_place
     states = gather_object([] if place is None else [place.state])
-    rows, reasons, duplicates = ready.data.left_out(merge(states)["streams"])
+    rows, reasons, duplicates = data.left_out(merge(states)["streams"])
     results = {
         "rows_left_out": rows,
         "reasons": reasons,
-        "fill_rate": ready.data.fill_rate,
-        "unscored_tokens_left_out": None if states else ready.data.bad_rows.unscored_tokens,
+        "fill_rate": data.fill_rate,
+        "unscored_tokens_left_out": None if states else data.bad_rows.unscored_tokens,
     }
     return results, duplicates
 
 
-def _held_out(ready: Ready, duplicates: Duplicates) -> dict[str, Any]:
+def _held_out(run: RunConfig, data: LoadedData, duplicates: Duplicates) -> dict[str, Any]:
     """Return what the results say of the held-out documents; warn if a base was trained on them."""
-    run, held_out = ready.trainer.run_config, ready.data.held_out
+    held_out = data.held_out
     sources = [to_plain(source) for source in run.data.eval_sources]
     ancestors = lineage(_base(run), held_out.fingerprints, sources)
     if sentence := seen_by(ancestors, len(held_out.fingerprints)):

@@ -110,6 +110,7 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
     "use resume: true": ("resume_from_checkpoint",),
     "such a checkpoint cannot be resumed": ("save_only_model",),
     "all nodes share one folder": ("save_on_each_node",),
+    "every process reads its own rows, and after a resume the same": ("accelerator_config",),
     "it fails with gradient accumulation": ("ddp_static_graph",),
     "a resumed run would read other rows": ("ignore_data_skip",),
     "dropout would not be that of a resumed run": ("dataloader_persistent_workers",),
@@ -306,12 +307,8 @@ class ScheduleConfig:
     def phase_steps(self, total: int, *, warmup_steps: int = 0) -> tuple[int, int]:
         """Return how many steps of a run warm up and how many decay.
 
-        Args:
-            total: Optimizer steps of the run.
-            warmup_steps: Above 0 they stand in place of their ratio; the decay takes what is left.
-
-        Returns:
-            At least one step of each phase whose ratio is above 0; a run of one step decays.
+        A phase whose ratio is above 0 has at least one; a run of one step decays. `warmup_steps`
+        above 0 stand in place of their ratio, and the decay takes what is left.
         """
         warmup = max(round(total * self.warmup_ratio), int(self.warmup_ratio > 0))
         decay = max(round(total * self.decay_ratio), int(self.decay_ratio > 0))
@@ -499,8 +496,7 @@ def load_run_config(
 def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a run; the NeoBERT recipe's replace missing head, h_exp and loss.
 
-    Args:
-        settings: The content of a YAML file. `head` and `loss` may be names; all three may be None.
+    `head` and `loss` may be names; all three may be None.
     """
     head, h_exp = settings.get("head") or "dist", settings.get("h_exp")
     names = [head, *(section.get("name") for section in heads_in(head))]
@@ -515,9 +511,7 @@ def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
 def for_inner_head(overrides: Sequence[str], head: Any) -> list[str]:
     """Return overrides in which `head.KEY` of a head that was only named is its own key.
 
-    Args:
-        overrides: `key.key=value` each.
-        head: What `behind_transform` returned; any other head's overrides stay as they are.
+    `head` is what `behind_transform` returned; any other head's overrides stay as they are.
     """
     if not isinstance(head, Mapping) or "inner" not in head:
         return list(overrides)
@@ -666,11 +660,7 @@ def _checked_training(run: RunConfig) -> dict[str, Any]:
 
 
 def check_refused(training: Mapping[str, Any]) -> None:
-    """Refuse the arguments of transformers that are listed in `REFUSED`.
-
-    Raises:
-        ValueError: One of them is set.
-    """
+    """Refuse the arguments of transformers that are listed in `REFUSED`."""
     for instead, keys in REFUSED.items():
         for key in keys:
             if training.get(key) or (key == "data_seed" and training.get(key) == 0):

@@ -64,13 +64,10 @@ class StreamPlace:
         paths = [] if checkpoint is None else sorted(checkpoint.glob(STREAM_FILES.format("*")))
         states: list[Any] = [json.loads(path.read_text()) for path in paths]
         for state in states:
-            # Until 2026-11-24 the counts of a window stood beside its snapshot.
-            for stream, (skipped, *duplicates) in state.pop("left_out", {}).items():
-                state["streams"][stream] |= {"skipped": skipped, "duplicates": duplicates}
-            if any("duplicates" not in place for place in state["streams"].values()):
+            places = state["streams"].values()
+            if "left_out" in state or any("duplicates" not in place for place in places):
                 raise ValueError(
-                    f"resume: expected a stream without copies of held-out documents, got "
-                    f"{str(checkpoint)!r} of a version that left them in. Give the checkpoint as "
-                    "the model of a new run"
+                    f"resume: expected a stream's place as this version writes it, got "
+                    f"{str(checkpoint)!r} of an earlier one. Give it as the model of a new run"
                 )
         self._rows.state = self.state = merge(states)

@@ -119,10 +119,6 @@ def verify(run: RunConfig) -> dict[str, Any]:
     Returns:
         The content of the file at `verify_path`: `pairs`, each with the largest and the mean signed
         relative difference of its losses and gradient norms, and a verdict.
-
-    Raises:
-        ValueError: The base was not loaded as it was trained, the data are too few, or two ways
-            differ by more than the tolerance.
     """
     check_launch(run.training_arguments())
     path = verify_path(run.output_dir)

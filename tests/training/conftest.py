@@ -47,11 +47,12 @@ def start(path, *overrides):
 
 
 def prepared(path, *overrides):
-    return prepare(load_run_config(path, overrides))
+    """The trainer of a run."""
+    return prepare(load_run_config(path, overrides))[0]
 
 
 def trained(path, *overrides):
-    trainer = prepared(path, *overrides).trainer
+    trainer = prepared(path, *overrides)
     trainer.claimed = trainer.run_config.output_dir  # several of one test share the folder
     trainer.train()
     return trainer

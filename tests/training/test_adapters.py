@@ -234,7 +234,7 @@ def test_merging_is_exact_and_leaves_the_live_model(bases, dtype, family):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_saves_an_ordinary_model_and_an_adapter(make_yaml, tmp_path, dtype):
-    trainer = prepared(make_yaml(model={**HEAD_ONLY, "dtype": dtype}, peft=LORA)).trainer
+    trainer = prepared(make_yaml(model={**HEAD_ONLY, "dtype": dtype}, peft=LORA))
     model = trainer.model
     base = {name: value.clone() for name, value in model.state_dict().items()}
     trainer.train()

@@ -98,7 +98,7 @@ def test_a_micro_batch_waits_for_nothing(make_yaml, monkeypatch, counted):
 
     monkeypatch.setattr(HarmonicTrainer, "training_step", counted_step)
     monkeypatch.setattr(HarmonicTrainer, "_track_num_input_tokens", counted_track)
-    trainer = prepared(make_yaml(training={"max_steps": 2})).trainer
+    trainer = prepared(make_yaml(training={"max_steps": 2}))
     trainer.train()
     assert (whole.seen == body.seen) == counted, whole.seen
     assert trainer.state.num_input_tokens_seen > 0

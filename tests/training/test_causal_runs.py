@@ -113,11 +113,11 @@ def test_a_calibrated_length_reaches_fixed_ground_and_no_teacher(make_causal_yam
         head={"name": "dist", "unit_sphere": False},
         loss={"name": name} | ({"ground": "fixed"} if name == "wasserstein" else {}),
     )
-    ready = prepared(path)
-    model = ready.trainer.model
+    trainer, data = prepare(load_run_config(path))
+    model = trainer.model
     before = model.loss_fn
-    _, fit = measure_swap(ready.trainer, ready.data)
-    assert fit.scale != 1
+    _, fit = measure_swap(trainer, data)
+    assert fit["scale"] != 1
     if name == "wasserstein":
         assert torch.equal(model.loss_fn.fixed, model.dist_head.weight)
     else:
@@ -125,19 +125,18 @@ def test_a_calibrated_length_reaches_fixed_ground_and_no_teacher(make_causal_yam
 
 
 def test_distillation_is_annealed_over_its_share(make_causal_yaml, monkeypatch):
-    run = load_run_config(make_causal_yaml(loss={"name": "distill", "until": 0.5}))
-    ready = prepare(run)
-    seen, kind = [], type(ready.trainer.model.loss_fn)
+    trainer = prepared(make_causal_yaml(loss={"name": "distill", "until": 0.5}))
+    seen, kind = [], type(trainer.model.loss_fn)
     call = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda s, *args: seen.append(s.weight) or call(s, *args))
-    ready.trainer.train()
+    trainer.train()
     assert seen == pytest.approx([1, 2 / 3, 1 / 3, 0, 0, 0])
 
 
 @pytest.mark.parametrize("recipe", ["plan", "lora"])
 def test_the_teacher_stays_the_base(causal_base, make_causal_yaml, recipe):
     loss = {"name": "distill", "until": 1.0}
-    trainer = prepared(make_causal_yaml(**RECIPES[recipe], loss=loss)).trainer
+    trainer = prepared(make_causal_yaml(**RECIPES[recipe], loss=loss))
     model = trainer.model
     trainer.train()
     input_ids = torch.tensor([[5, 6, 7, 8]])
@@ -157,9 +156,9 @@ def test_the_teacher_stays_the_base(causal_base, make_causal_yaml, recipe):
 
 def test_a_frozen_body_is_not_read_twice(make_causal_yaml):
     section = {"unfreeze": {"last_blocks": 0}}
-    ready = prepared(make_causal_yaml(model=section, loss={"name": "distill"}))
-    assert ready.trainer.model.loss_fn.body is None
-    assert ready.trainer.train().global_step == 6
+    trainer = prepared(make_causal_yaml(model=section, loss={"name": "distill"}))
+    assert trainer.model.loss_fn.body is None
+    assert trainer.train().global_step == 6
 
 
 def test_tokens_that_only_the_tokenizer_has(make_causal_yaml, tmp_path):

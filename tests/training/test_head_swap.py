@@ -32,8 +32,8 @@ def make(base, **head):
 @torch.no_grad()
 def loss_of(model, fit=None):
     if fit is not None:
-        model.dist_head.weight.mul_(fit.scale)
-        model.h_exp = fit.h_exp
+        model.dist_head.weight.mul_(fit["scale"])
+        model.h_exp = fit["h_exp"]
     return model(**BATCH).loss.item()
 
 
@@ -46,14 +46,14 @@ def test_the_exponent_is_the_best_of_a_fine_grid(base, is_inner):
     fit = fit_h_exp(model, [BATCH])
     assert torch.equal(torch.get_rng_state(), random_state)
     assert loss_of(model) == before
-    assert fit.tokens == 16 * 39
-    assert fit.scale == 1
-    assert fit.h_exp == pytest.approx(TRUTH, rel=0.2)
+    assert fit["tokens"] == 16 * 39
+    assert fit["scale"] == 1
+    assert fit["h_exp"] == pytest.approx(TRUTH, rel=0.2)
     after = loss_of(model, fit)
-    assert after == pytest.approx(fit.loss, rel=1e-4)
+    assert after == pytest.approx(fit["loss"], rel=1e-4)
     assert after < before
     for factor in (0.5, 0.8, 0.95, 1.05, 1.2, 2.0):
-        model.h_exp = fit.h_exp * factor
+        model.h_exp = fit["h_exp"] * factor
         assert loss_of(model) >= after - 1e-5, factor
 
 
@@ -64,12 +64,12 @@ def test_off_the_sphere_the_length_of_the_prototypes_too(base, is_inner):
     model = HarmonicForCausalLM.from_base(str(base), head=head)
     weight = model.dist_head.weight.detach().clone()
     fit = fit_h_exp(model, [BATCH])
-    assert fit.scale != 1
+    assert fit["scale"] != 1
     assert torch.equal(model.dist_head.weight, weight)
     best = loss_of(model, fit)
     for factor in (0.7, 1.4):
         with torch.no_grad():
-            model.dist_head.weight.copy_(weight * fit.scale * factor)
+            model.dist_head.weight.copy_(weight * fit["scale"] * factor)
         assert loss_of(model) > best - 1e-4, factor
 
 
@@ -78,7 +78,7 @@ def test_tied_prototypes_keep_their_length(base):
     model = HarmonicForCausalLM.from_base(str(base), head=head, tie=True)
     before = loss_of(model)
     fit = fit_h_exp(model, [BATCH])
-    assert fit.scale == 1
+    assert fit["scale"] == 1
     assert loss_of(model, fit) < before
 
 

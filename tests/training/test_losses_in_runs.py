@@ -42,7 +42,7 @@ def test_every_loss_survives_a_round_trip_and_trains_the_prototypes(make_yaml, t
     resolved.write_text(to_yaml(run))
     assert parse(RunConfig, read_yaml(resolved)) == run
     assert run.loss.name == name
-    trainer = prepare(run).trainer
+    trainer = prepare(run)[0]
     before = trainer.model.dist_head.weight.detach().clone()
     trainer.train()
     assert len(losses(trainer)) == 2
@@ -72,7 +72,7 @@ def test_neighbors_are_found_anew_when_it_is_time_and_train_other_weights(make_y
     heads = []
     for every, changes in ((None, []), (2, [2, 4])):
         path = make_yaml(loss={**KNN, "refresh_every": every}, training={"save_strategy": "no"})
-        trainer = prepared(path).trainer
+        trainer = prepared(path)
         tables = Tables()
         trainer.add_callback(tables)
         trainer.claimed = trainer.run_config.output_dir  # both share the folder

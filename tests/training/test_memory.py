@@ -36,7 +36,7 @@ def peak_of(make_yaml, checkpointing):
     )
     config = load_base_config(run.model)
     rows, estimate = estimate_step(run, config, batch_size=8)
-    trainer = prepare(run).trainer
+    trainer = prepare(run)[0]
     model = trainer.model
     model.train()
     assert estimate["weights"] == sum(p.numel() * p.element_size() for p in model.parameters())

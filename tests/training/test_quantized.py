@@ -270,7 +270,7 @@ def test_the_estimate_counts_weights_as_they_are_packed(base, make_causal_yaml, 
         pytest.skip("counted unpacked, or refused")
     run = load_run_config(make_causal_yaml(**(lora(base) if has_lora else {"model": frozen(base)})))
     rows, _ = estimate_step(run, load_base_config(run.model), batch_size=2)
-    assert rows == parts(prepare(run).trainer.model)
+    assert rows == parts(prepare(run)[0].model)
 
 
 def test_a_given_quantized_model_is_merged_too(four_bits, tmp_path):

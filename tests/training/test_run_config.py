@@ -130,6 +130,7 @@ def test_a_learned_exponent_ends_where_it_starts_and_reaches_the_head():
     assert run.learns_h_exp
 
 
+CLASSES = ["model={base: bert, task: sequence_classification}", "data.label_column=label"]
 TIED = "head.tie: expected false, got true. A tied head trains the token embeddings: it needs"
 REFUSED = [
     (
@@ -193,6 +194,12 @@ REFUSED = [
     ),
     (["head.init=random"], r"head.init: expected one of \['input_embeddings'.* for masked_lm, got"),
     (["model.task=causal_lm", "data.mask.probability=0.3"], "data.mask: expected nothing for cau"),
+    # Classes.
+    ([*CLASSES, "head.init=input_embeddings"], r"head.init: expected one of \['class_means', 'ra"),
+    (CLASSES[:1], "data.label_column: expected a column for classification"),
+    ([*CLASSES, "data.packing=true"], "data.packing: expected the default for classification"),
+    (["model={base: bert, task: token_classification, pooling: cls}"], "pooling: expected nothing"),
+    (CLASSES[1:], "data.label_column: expected nothing for masked_lm"),
     # Parts that train, and how fast.
     (["model.unfreeze.dtype=bfloat16"], "unfreeze.dtype: expected 'float32' on a float32 body"),
     (["model.unfreeze={}"], "last_blocks: expected this or patterns, got neither"),
@@ -259,6 +266,7 @@ REFUSED = [
     (["training.metric_for_best_model=f1"], "metric_for_best_model: expected one of .* got 'f1'"),
     (["training.gradient_accumulation_steps=0"], "accumulation_steps: expected a number above 0"),
     (["training.eval_accumulation_steps=0"], "eval_accumulation_steps: expected a number above 0"),
+    (["early_stopping_patience=0"], "early_stopping_patience: expected a number of at least 1"),
     (["training.learning_rate=.nan"], "training.learning_rate: expected a number above 0, got nan"),
     (["training.max_grad_norm=.inf"], "expected 0 or more, got inf; 0 is no clipping"),
     (["training.adam_beta1=1"], "training.adam_beta1: expected 0 or more and below 1, got 1"),

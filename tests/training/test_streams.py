@@ -92,7 +92,7 @@ def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_p
 
 
 def test_workers_of_a_stream_start_as_the_arguments_say(stream_yaml):
-    trainer = prepared(stream_yaml(dataloader_num_workers=1)).trainer
+    trainer = prepared(stream_yaml(dataloader_num_workers=1))
     trainer.args.dataloader_multiprocessing_context = "spawn"
     context = trainer.get_train_dataloader().multiprocessing_context
     assert context.get_start_method() == "spawn"
@@ -111,9 +111,8 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
     }
     place = SimpleNamespace(state={"rows": 0, "streams": own})
     data = LoadedData(train=None, eval=None, collator=None, bad_rows=BadRows({"a": ("cut", 1)}))
-    ready = SimpleNamespace(data=data, trainer=SimpleNamespace(stream_place=place))
     monkeypatch.setattr(run, "gather_object", lambda own: [{"rows": 0, "streams": other}, *own])
-    results, duplicates = run._left_out(ready)
+    results, duplicates = run._left_out(SimpleNamespace(stream_place=place), data)
     assert duplicates == (1 + 7, 2)
     assert results == {
         "rows_left_out": 1 + 5 + 10 + 4,
@@ -123,23 +122,13 @@ def test_rows_left_out_are_counted_over_all_processes(monkeypatch):
     }
 
 
-def test_a_checkpoint_of_an_earlier_version_knows_what_was_left_out(tmp_path):
-    window = {"rows": 3, "skipped": 2, "reasons": ["b: cut"], "duplicates": [1, 0]}
-    state = {"rows": 9, "streams": {"0": window}, "left_out": {"0": [5, 1, 2]}}
-    (tmp_path / "stream_state_0.json").write_text(json.dumps(state))
-    rows = SimpleNamespace()
-    place = StreamPlace(rows, SimpleNamespace())
-    place.load(tmp_path)
-    expected = {"rows": 9, "streams": {"0": window | {"skipped": 5, "duplicates": [1, 2]}}}
-    assert place.state == rows.state == expected
-
-
-def test_a_checkpoint_of_a_stream_that_kept_copies_of_held_out_documents_is_refused(tmp_path):
-    window = {"rows": 4, "windows": 1, "skipped": 0, "reasons": [], "sources": []}
-    state = {"rows": 9, "streams": {"0": window}}
+@pytest.mark.parametrize("counts", [{"left_out": {"0": [5, 1, 2]}}, {}])
+def test_a_stream_of_an_earlier_version_is_refused(tmp_path, counts):
+    window = {"rows": 4, "skipped": 0, "reasons": []} | ({"duplicates": [1, 0]} if counts else {})
+    state = {"rows": 9, "streams": {"0": window}, **counts}
     (tmp_path / "stream_state_0.json").write_text(json.dumps(state))
     place = StreamPlace(SimpleNamespace(), SimpleNamespace())
-    with pytest.raises(ValueError, match="resume: expected a stream without copies of held-out"):
+    with pytest.raises(ValueError, match="resume: expected a stream's place as this version"):
         place.load(tmp_path)
 
 

@@ -53,7 +53,7 @@ def test_only_the_last_block_and_the_head_move_and_prototypes_keep_norm_one(make
             worst.append((norms - 1).abs().max().item())
 
     path = make_yaml(training={"gradient_accumulation_steps": 2, "max_grad_norm": 0.1})
-    trainer = prepared(path).trainer
+    trainer = prepared(path)
     trainer.add_callback(Norms())
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     trainer.train()
@@ -118,7 +118,7 @@ def test_a_loss_logged_after_a_resume_is_the_mean_since_the_last_log(
     path = make_yaml(training={"max_steps": 5, "save_steps": 3, "logging_steps": 5})
     whole = trained(path, f"training.output_dir={tmp_path / 'whole'}")
     interrupt(4, path)
-    again = prepared(path).trainer
+    again = prepared(path)
     output = again.train(resume_from_checkpoint=True)
     assert losses(again) == losses(whole)
     checkpoint = tmp_path / "run" / "checkpoint-3"
@@ -231,7 +231,7 @@ def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
     assert torch.equal(model.dist_head.weight, before)
     saved = json.loads((tmp_path / "run" / "bad_step_5_0.json").read_text())
     assert saved["gradient_norm"] == "inf"
-    rows = prepared(make_yaml(), "resume=true").data.train.rows
+    rows = prepared(make_yaml(), "resume=true").train_dataset.rows
     lengths = [len(rows[example["row"]]["input_ids"]) for example in saved["examples"]]
     assert lengths == (input_ids != 0).sum(1).tolist()  # 0 is padding
     with monkeypatch.context() as patch:  # the cause is still there
@@ -291,39 +291,28 @@ def test_tokens_of_a_bad_step_are_written_where_its_rows_have_no_names(make, arg
     assert found == [row["input_ids"] for row in rows]
 
 
-@pytest.mark.parametrize("tie", [False, True])
-def test_weight_decay_leaves_prototypes_out(make_yaml, tie):
-    model = {"unfreeze": {"patterns": ["*"]}} if tie else {}
-    head = {"name": "dist", "tie": tie}
-    path = make_yaml(head=head, model=model, training={"weight_decay": 0.1})
-    trainer = prepared(path).trainer
-    decayed = set(trainer.get_decay_parameter_names(trainer.model))
-    table = trainer.model.dist_head.weight
-    assert (table is trainer.model.get_input_embeddings().weight) == tie
-    assert not [n for n, p in trainer.model.named_parameters() if p is table and n in decayed]
-    assert "model.backbone.encoder.layer.2.output.dense.weight" in decayed
+DECAYED = {  # heads, and which of their weights decay
+    "tied": ({"name": "dist", "tie": True}, []),
+    "dist": ({"name": "dist"}, []),
+    "dense": ({"name": "transform", "inner": {"name": "dist"}}, ["dense_weight"]),
+    "linear": ({"name": "linear"}, ["weight"]),
+    "heads": ({"name": "multi_head", "inner": {"name": "linear"}}, ["inner.weight"]),
+    "rotated": ({"name": "rotation", "inner": {"name": "linear"}}, ["inner.weight"]),
+}
 
 
-def test_weight_decay_is_for_a_dense_layer_before_the_prototypes(make_yaml):
-    head = {"name": "transform", "inner": {"name": "dist"}}
-    trainer = prepared(make_yaml(head=head, training={"weight_decay": 0.1})).trainer
+@pytest.mark.parametrize(("head", "expected"), DECAYED.values(), ids=DECAYED)
+def test_weight_decay_leaves_prototypes_out(make_yaml, head, expected):
+    """It is for linear heads, also inside another one, and for a dense layer before prototypes."""
+    sections = {"model": {"unfreeze": {"patterns": ["*"]}}} if "tie" in head else {}
+    if "linear" in str(head):
+        sections = {"h_exp": None, "loss": {"name": "cross_entropy"}}
+    trainer = prepared(make_yaml(head=head, training={"weight_decay": 0.1}, **sections))
     decayed = trainer.get_decay_parameter_names(trainer.model)
-    assert [n for n in decayed if "dist_head" in n] == ["dist_head.dense_weight"]
-
-
-@pytest.mark.parametrize("name", ["linear", "multi_head", "rotation"])
-def test_weight_decay_is_for_a_linear_head_and_for_one_inside(make_yaml, name):
-    head = {"name": name} if name == "linear" else {"name": name, "inner": {"name": "linear"}}
-    trainer = prepared(
-        make_yaml(
-            head=head, h_exp=None, loss={"name": "cross_entropy"}, training={"weight_decay": 0.1}
-        )
-    ).trainer
-    decayed = set(trainer.get_decay_parameter_names(trainer.model))
-    of_head = dict(trainer.model.dist_head.named_parameters(prefix="dist_head"))
-    assert [n for n in of_head if n in decayed] == [
-        n for n, p in of_head.items() if p is trainer.model.dist_head.weight
-    ]
+    of_head = dict(trainer.model.dist_head.named_parameters(remove_duplicate=False))
+    assert [name for name in of_head if f"dist_head.{name}" in decayed] == expected
+    assert not [n for n in decayed if "word_embeddings" in n and "tie" in head]
+    assert "model.backbone.encoder.layer.2.output.dense.weight" in decayed
 
 
 def test_a_step_left_out_whose_loss_is_no_number_is_not_logged(make, arguments, monkeypatch):

@@ -6,7 +6,6 @@ import signal
 from unittest.mock import Mock
 
 import numpy as np
-import optuna
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -23,6 +22,7 @@ from harmonic_sft.data import chat
 from harmonic_sft.training import trainer as trainer_module
 from harmonic_sft.training.batches import split_batch
 from harmonic_sft.training.callbacks import LabeledProgress, StoppedError
+from tests.training.python_session import search
 
 
 def mean_loss(outputs, labels, num_items_in_batch=None):
@@ -130,15 +130,10 @@ def test_a_search_minimizes_the_users_loss_or_that_at_the_best_exponent(
     options = {"compute_loss_func": mean_loss} if has_own_loss else {}
     held_out = texts.select(range(20))
     trainer = make(arguments(max_steps=1), eval_dataset=held_out, callbacks=[Seen()], **options)
-    best = trainer.hyperparameter_search(
-        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-3])},
-        n_trials=1,
-        backend="optuna",
-        sampler=optuna.samplers.RandomSampler(seed=0),
-    )
+    best = search(trainer, "learning_rate", [1e-3])
     assert best.objective == seen[-1]
     with pytest.raises(ValueError, match="compute_objective: expected one for several data sets"):
-        make(arguments("sets"), eval_dataset={"a": held_out}).hyperparameter_search(n_trials=1)
+        search(make(arguments("sets"), eval_dataset={"a": held_out}), "learning_rate", [1e-3])
 
 
 def test_a_stream_is_read_from_its_start_by_every_training(texts, arguments, make):
@@ -161,10 +156,14 @@ def test_a_second_training_does_not_write_over_the_first(arguments, make):
 def test_arguments_that_were_changed_later_are_refused(arguments, make, tmp_path):
     trainer = make(arguments(max_steps=1))
     trainer.args.logging_steps, trainer.args.oom_fallback = 5, False
+    trainer.args.save_steps, trainer.args.eval_steps, trainer.args.run_name = 5, 5, "other"
     trainer.train()
-    trainer.args.h_exp = -5.0
-    with pytest.raises(ValueError, match=r"args.h_exp: expected .*, got -5.0. Make another"):
-        trainer.train()
+    for name, value in {"h_exp": -5.0, "max_steps": 2, "hub_form": "head"}.items():
+        before = getattr(trainer.args, name)
+        setattr(trainer.args, name, value)
+        with pytest.raises(ValueError, match=rf"args.{name}: expected .*, got .*. Make another"):
+            trainer.train()
+        setattr(trainer.args, name, before)
 
 
 def test_rows_without_padding_are_evaluated_and_predicted_one_by_one(texts, arguments, make):
