@@ -28,9 +28,7 @@ def test_no_token_of_the_training_texts_is_held_out(language_data):
 
 
 def test_a_missing_text_is_named(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"data: expected a file wiki_articles.txt in .*, got none"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"wiki_articles\.txt"):
         gpt.read_corpus(tmp_path)
 
 
