@@ -43,7 +43,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
         ValueError: No cell of that name, or nothing to draw.
     """
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}")
-    parser.add_argument("--figure", required=True, choices=list(DRAW), help="of the paper")
+    parser.add_argument("--figure", required=True, choices=[*DRAW, "probes"], help="of the paper")
     parser.add_argument("--seeds", type=positive, default=20, help="how many; default: 20")
     parser.add_argument("--epochs", type=positive, help="other than the released code's")
     parser.add_argument("--penalty", type=float, help="other than the released code's")
@@ -59,9 +59,9 @@ def main(name: str, arguments: Sequence[str]) -> None:
         "--out", "--output", type=Path, default=Path("runs") / name, help="a folder"
     )
     options = parser.parse_args(arguments)
-    for key in ("epochs", "penalty", "weight_decay", "only", "tabulate"):
+    for key in ("epochs", "penalty", "weight_decay", "only", "tabulate", "draw"):
         beside = (key, options.figure) in (("epochs", "4-mnist"), ("only", "5"))
-        is_known = options.figure in CELLS or beside
+        is_known = options.figure in (DRAW if key == "draw" else CELLS) or beside
         if vars(options)[key] != parser.get_default(key) and not is_known:
             raise ValueError(f"{key}: expected nothing for figure {options.figure}, got a value")
     if options.quick:
@@ -76,8 +76,9 @@ def main(name: str, arguments: Sequence[str]) -> None:
         found = {"figure": options.figure, **shown, "environment": made_by}
         path = write_results(options.out, figure, found)
         logger.info("Results: %s", path)
-    picture = DRAW[options.figure](read_results(path), path.with_suffix(".png"))
-    logger.info("Picture: %s", picture)
+    if options.figure in DRAW:
+        picture = DRAW[options.figure](read_results(path), path.with_suffix(".png"))
+        logger.info("Picture: %s", picture)
 
 
 def _found(options: argparse.Namespace) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def test_cells_are_trained_otherwise_if_asked(folder):
         (["--figure", "5", "--epochs", "1"], "epochs: expected nothing for figure 5"),
         (["--figure", "4-mnist", "--tabulate"], "tabulate: expected nothing for figure 4-mnist"),
         (["--figure", "probes", "--only", "mlp"], "only: expected nothing for figure probes"),
+        (["--figure", "probes", "--draw"], "draw: expected nothing for figure probes"),
         (["--figure", "4-mnist"], "mnist: expected the folder of the digits, got nothing"),
         (["--figure", "1", "--draw"], "results: expected an existing JSON file"),
     ],
