@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from experiments.cost import allocated_peak, measure
-from experiments.figures import check_output
+from experiments.figures import check_output, positive
 from harmonic_sft.losses import CrossEntropyLoss, Distillation, DistillLoss, HarmonicLoss
 from harmonic_sft.models import HarmonicForCausalLM
 from harmonic_sft.models.bases import old_head
@@ -36,18 +36,17 @@ RowsStep = Callable[[Tensor], None]
 def main(name: str, arguments: Sequence[str]) -> None:
     """Measure a decoder's training step with every loss."""
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="measured steps of each arm")
-    parser.add_argument("--batch-size", type=int, default=2, help="rows of a step")
+    parser.add_argument("--rounds", type=positive, default=15, help="measured steps of each arm")
+    parser.add_argument("--batch-size", type=positive, default=2, help="rows of a step")
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--lora", action="store_true", help="in all blocks, which stay frozen")
     parser.add_argument("--vocab-sizes", type=int, nargs="+", default=VOCAB_SIZES)
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
-    bounds = {"rounds": 1, "batch_size": 1, "length": 4, "hidden_size": 64, "layers": 1}
-    for key, least in bounds.items():
+    for key, least in {"length": 4, "hidden_size": 64}.items():
         if vars(options)[key] < least:
             raise ValueError(f"{key}: expected at least {least}, got {vars(options)[key]}")
     check_output(options.output)

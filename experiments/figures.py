@@ -44,6 +44,13 @@ def main(name: str, arguments: Sequence[str]) -> None:
     FIGURES[options.figure](read_results(options.results), options.picture)
 
 
+def positive(text: str) -> int:
+    """Return the number of an option, at least 1; argparse prints the error in one line."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {number}")
+    return number
+
+
 def check_output(folder: Path) -> None:
     """Make the folder of results, before the work that they take.
 
@@ -337,14 +344,8 @@ def draw_small_gpt(payload: Payload, out_png: Path) -> Path:
 
 
 def draw_benchmark_ops(payload: Payload, out_png: Path) -> Path:
-    """Draw the time of each loss next to the baseline's, in a panel for each size.
-
-    Raises:
-        ValueError: No measured size, or matplotlib is not installed.
-    """
-    rows = payload.get("rows")
-    if not rows:
-        raise ValueError(f"rows: expected at least one measured size, got {rows!r}")
+    """Draw the time of each loss next to the baseline's, in a panel for each size."""
+    rows = payload["rows"]
     groups = {name: arm["group"] for row in rows for name, arm in row["arms"].items()}
     names = [name for group in ("peer", "ours") for name in groups if groups[name] == group]
     figure = new_figure(width=3.0 + 2.6 * len(rows), height=1.5 + 0.28 * len(names))

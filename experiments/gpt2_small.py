@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
 from experiments.evidence import decide, paired_difference, show_difference, show_spread, spread
-from experiments.figures import check_output
+from experiments.figures import check_output, positive
 from experiments.harmonic_loss.gpt import rate_factor
 from harmonic_sft.models import Head, build_head
 from harmonic_sft.results import environment, show_table, write_results
@@ -70,12 +70,10 @@ def main(name: str, arguments: Sequence[str]) -> None:
     """Train GPT-2 small with both heads, seed by seed."""
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("--seconds", type=float, default=180.0, help="of training in all")
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=positive, default=4)
     parser.add_argument("--small", action="store_true", help="a tiny shape: a rehearsal")
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
-    if options.seeds < 1:
-        raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
     check_output(options.output)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, num_rows = (SMALL, 2) if options.small else (SHAPE, ROWS)

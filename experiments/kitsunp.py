@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from experiments.cost import HeadStep, allocated_peak, measure
 from experiments.evidence import spread
-from experiments.figures import check_output
+from experiments.figures import check_output, positive
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import DistLayer, Head, LinearHead
 from harmonic_sft.results import environment, show_table, write_results
@@ -26,12 +26,10 @@ DENSE = CrossEntropyLoss(impl="reference")
 def main(name: str, arguments: Sequence[str]) -> None:
     """Measure the claims and write `kitsunp.json`."""
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
-    parser.add_argument("--seeds", type=int, default=5, help="of the convergence; default: 5")
+    parser.add_argument("--seeds", type=positive, default=5, help="of the convergence; default: 5")
     parser.add_argument("--quick", action="store_true", help="three steps, small sizes")
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
-    if options.seeds < 1:
-        raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
     check_output(options.output)
     rounds, vocab_size, steps = (3, 500, 3) if options.quick else (20, 30_522, 2_000)
     rows = [

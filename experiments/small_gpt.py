@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, GPT2Model
 
 from experiments.evidence import decide, paired_difference, show_difference, show_spread, spread
-from experiments.figures import keep
+from experiments.figures import keep, positive
 from experiments.harmonic_loss import gpt
 from experiments.worth_it.store import Store
 from harmonic_sft.losses import LOSSES
@@ -100,8 +100,8 @@ def main(name: str, arguments: Sequence[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}", description=main.__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder with `text`")
-    parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of every model")
+    parser.add_argument("--seeds", type=positive, default=5, help="how many; default: 5")
+    parser.add_argument("--steps", type=positive, default=NUM_STEPS, help="of every model")
     parser.add_argument("--quick", action="store_true", help="two seeds, a few steps")
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
@@ -131,13 +131,7 @@ def run(
         another text before and after a few rows of it). `differences`, of `COMPARED`, and
         `controls`, of `CONTROLLED`. `leash`: the `points` of every seed (see `leash`), and
         `difference`, see `compare_leashes`.
-
-    Raises:
-        ValueError: A text is missing, or there is no seed or step.
     """
-    for name, number in {"seeds": num_seeds, "steps": num_steps}.items():
-        if number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")
     corpus = gpt.read_corpus(data / "text")
     held_out = {"validation": corpus.validation[:num_rows], "test": corpus.test[:num_rows]}
     corpus = corpus._replace(**held_out)
@@ -168,13 +162,7 @@ def run(
 
 
 def read_other(folder: Path, corpus: gpt.Corpus) -> Tensor:
-    """Return rows `[N, CONTEXT + 1]` of a text that no model is trained on, in random order.
-
-    Raises:
-        ValueError: It is missing.
-    """
-    if not (folder / OTHER_TEXT).is_file():
-        raise ValueError(f"data: expected a file {OTHER_TEXT} in {str(folder)!r}, got none")
+    """Return rows `[N, CONTEXT + 1]` of a text that no model is trained on, in random order."""
     ids = torch.tensor(corpus.tokenizer.encode((folder / OTHER_TEXT).read_text()).ids)
     return gpt.cut_rows(ids, gpt.CONTEXT)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from experiments.figures import check_output, keep
+from experiments.figures import check_output, keep, positive
 
 WIDTH = 100  # of an MLP's layer in between
 
@@ -128,21 +128,17 @@ def reproduce(
         run: From the numbers of seeds and of epochs to what was found.
         show: Prints that.
         num_epochs: The experiment's own.
-
-    Raises:
-        ValueError: A number below 1.
     """
     parser = argparse.ArgumentParser(prog=f"python -m experiments {name}")
-    parser.add_argument("--seeds", type=int, default=10, help="how many; default: 10")
-    parser.add_argument("--epochs", type=int, default=num_epochs, help=f"default: {num_epochs}")
+    parser.add_argument("--seeds", type=positive, default=10, help="how many; default: 10")
+    parser.add_argument(
+        "--epochs", type=positive, default=num_epochs, help=f"default: {num_epochs}"
+    )
     parser.add_argument("--quick", action="store_true", help="two seeds, one epoch")
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_args(arguments)
     if options.quick:
         options.seeds, options.epochs = 2, 1
-    for key, value in (("seeds", options.seeds), ("epochs", options.epochs)):
-        if value < 1:
-            raise ValueError(f"{key}: expected at least 1, got {value}")
     check_output(options.output)
     start = time.perf_counter()
     payload = run(options.seeds, options.epochs)

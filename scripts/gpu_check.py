@@ -13,7 +13,6 @@
 | decoder | LoRA and head on a Llama of 1.3 billion weights, also in 4 bits, against its own loss |
 | note | a step of GPT-2 medium's shape with rotation, smoothing and W2 against the plain head |
 | blocks | the loss with other block sizes of our kernels |
-| memory | the loss with other sizes of chunks and of blocks of classes: time and peak |
 
 Every part prints its table last and writes JSON files into the output folder. NeoBERT has random
 weights in the published layout and reads the standard library's docstrings. `--small` runs a part
@@ -28,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -45,7 +44,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the scripts
 
 from experiments import decoder_cost
-from experiments.cost import allocated_peak
 from experiments.overhead import measure_overhead
 from harmonic_sft import load_run_config, train
 from harmonic_sft.data.docstrings import standard_library_docstrings
@@ -64,16 +62,7 @@ NOTE = ROOT / "configs" / "geometry" / "gpt2_medium_wikitext103.yaml"
 STATISTICS = ("2x1024x4", "4x1024x4", "4x512x4", "8x256x4", "16x128x4", "4x1024x8", "1x2048x4")
 COEFFICIENTS = ("16x256x4", "8x256x4", "4x1024x4", "32x128x4")
 SCORES = (2**25, 2**26, 2**27, 2**28)  # bytes of one block
-GIB, MIB = 2**30, 2**20
-# Bytes of a block's scores and prototypes, of a chunk's weights, and rows of a chunk; what is in
-# use stands first.
-SIZES = ("SCORE_BYTES", "TERM_BYTES", "DEVICE_BYTES", "DEVICE_ROWS")
-MEMORY = (
-    (128 * MIB, 160 * MIB, 512 * MIB, 2816),
-    (128 * MIB, 160 * MIB, 512 * MIB, 4096),
-    (32 * MIB, 48 * MIB, 512 * MIB, 2816),
-    (32 * MIB, 32 * MIB, 256 * MIB, 1408),
-)
+GIB = 2**30
 CARD = 24 * GIB  # of the GPU that the recipe is for
 LARGE = "8192x4096x151936,16384x2048x248320"
 ROWS = "1638x768x30522,8192x768x30522,8192x768x50257,4096x4096x128256"
@@ -351,27 +340,6 @@ def blocks(options: argparse.Namespace) -> None:
     _write(options, "blocks", {"steps": found, "compiled": _compiled()})
 
 
-def memory(options: argparse.Namespace) -> None:
-    """Measure the loss with other sizes of chunks and of blocks of classes: time against memory."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[str, list[dict[str, float]]] = {}
-    for row in ["24x16x700"] if options.small else ["4096x4096x128256", *LARGE.split(",")]:
-        inputs = Inputs.draw(Sizes.parse(row), device, *benchmark_ops.DTYPES["mixed"])
-        step = partial(_loss_step, inputs)
-        found[row] = []
-        for choice in MEMORY:
-            with ExitStack() as stack:
-                for name, value in zip(SIZES, choice, strict=True):
-                    stack.enter_context(_changed(name, value))
-                peak = allocated_peak(step, device) - inputs.gradient_bytes
-                times = [_seconds(inputs) for _ in range(1 if options.small else 5)]
-            chosen = dict(zip(SIZES, choice, strict=True))
-            found[row].append({**chosen, "seconds": median(times), "peak_above_gradients": peak})
-        table = [list(one.values()) for one in found[row]]
-        show_table(row, list(found[row][0]), table)
-    _write(options, "memory", {"rows": found})
-
-
 def _choices() -> dict[str, Sequence[Any]]:
     """Return what is tried for each constant of our kernels' launches, what is in use first."""
     shapes = {"STATISTICS": STATISTICS, "COEFFICIENTS": COEFFICIENTS}
@@ -498,7 +466,6 @@ PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "decoder": decoder,
     "note": note,
     "blocks": blocks,
-    "memory": memory,
 }
 
 

@@ -178,12 +178,7 @@ def train_cells(cells: Sequence[Cell], num_seeds: int, folder: Path, num_workers
         num_seeds: Seeds 0, 1, ... of each.
         folder: Where the files go.
         num_workers: Processes of one thread each; 1: this process, with its threads.
-
-    Raises:
-        ValueError: No worker.
     """
-    if num_workers < 1:
-        raise ValueError(f"workers: expected at least 1, got {num_workers}")
     jobs = [(cell, seeds, folder) for seeds in seed_groups(num_seeds) for cell in cells]
     jobs = [job for job in jobs if not cell_path(folder, *job[:2]).is_file()]
     if num_workers == 1:

@@ -46,11 +46,6 @@ LOSSES = {
 NUM_COLUMNS = 4  # of tasks of the language model
 NUM_ACROSS = 3  # panels of the five tasks
 KLEIN = "left cosets of {0123, 1032, 2301, 3210}"  # the identity and the double transpositions
-PROBED = {
-    "MiniLM": ("MiniLM", TRAINING),
-    "GPT-2, linear": ("GPT-2, linear", "black"),
-    "GPT-2, comment": ("GPT-2, harmonic (h_exp -11.3)", CURRENT),
-}
 POINT_COLORS = [CURRENT, POST_HOC, GREEN, PURPLE, "#888888"]
 # d of h_exp -1 to -10, as the paper reports it: four seeds, read from its figure.
 PUBLISHED_EXPONENTS = {
@@ -397,34 +392,6 @@ def _draw_scores(axes: "Axes", rows: Sequence[Row], arms: Sequence[str], task: s
     axes.set(xlim=(0, edge), ylim=(0, 1))
 
 
-def draw_probes(payload: Row, out_png: Path) -> Path:
-    """Draw the accuracy of every probe: values, mean, and that of the commoner class."""
-    rows = payload["rows"]
-    panels = [(task, probe) for task in payload["chance"] for probe in ("logistic", "mlp")]
-    figure = new_figure(width=9.5, height=6.4)
-    grid = figure.subplots(len(payload["chance"]), 2, squeeze=False).flat
-    for axes, (task, probe) in zip(grid, panels, strict=True):
-        for shift, (model, (label, color)) in enumerate(PROBED.items()):
-            chosen = [
-                row
-                for row in rows
-                if (row["task"], row["probe"], row["model"]) == (task, probe, model)
-            ]
-            for place, row in enumerate(chosen):
-                values = [100 * value for value in row["accuracy"]["values"]]
-                x = place + 0.2 * (shift - 1)
-                _dots(axes, x, values, label, color)
-        chance = 100 * payload["chance"][task]["accuracy"]
-        axes.axhline(chance, color=REFERENCE, linestyle="--", label="the commoner class")
-        axes.set_xticks(range(3), ["first layer", "middle", "last"])
-        axes.set_xlim(-0.5, 2.5)
-        names = {"logistic": "logistic regression", "mlp": "MLP of width 16"}
-        axes.set_title(f"{task}, {names[probe]}", fontsize="medium")
-        axes.set_ylabel("accuracy (%)")
-    _legend_of(figure, figure.axes[:1])
-    return save_figure(figure, out_png, grid="both")
-
-
 DRAW: dict[str, Callable[[Row, Path], Path]] = {
     "1": draw_toy,
     "2": draw_embeddings,
@@ -439,7 +406,6 @@ DRAW: dict[str, Callable[[Row, Path], Path]] = {
     "10": draw_cells,
     "12": draw_exponents,
     "B": draw_cosets,
-    "probes": draw_probes,
 }
 
 

@@ -60,21 +60,12 @@ class Corpus(NamedTuple):
 
 
 def read_corpus(folder: Path) -> Corpus:
-    """Read Wikipedia text of a folder and cut it into the tokens of its own tokenizer.
-
-    Raises:
-        ValueError: A text is missing.
-    """
-    for name in (*TRAINING_TEXTS, HELD_OUT_TEXT):
-        if not (folder / name).is_file():
-            raise ValueError(f"data: expected a file {name} in {str(folder)!r}, got none")
+    """Read Wikipedia text of a folder and cut it into the tokens of its own tokenizer."""
+    texts = [(folder / name).read_text() for name in (*TRAINING_TEXTS, HELD_OUT_TEXT)]
     tokenizer = ByteLevelBPETokenizer()
     paths = [str(folder / name) for name in TRAINING_TEXTS]
     tokenizer.train(paths, vocab_size=VOCAB_SIZE, special_tokens=[END], show_progress=False)
-    train, valid, held_out = (
-        torch.tensor(tokenizer.encode((folder / name).read_text()).ids)
-        for name in (*TRAINING_TEXTS, HELD_OUT_TEXT)
-    )
+    train, valid, held_out = (torch.tensor(tokenizer.encode(text).ids) for text in texts)
     rows = cut_rows(held_out, CONTEXT)
     last = NUM_VALIDATION + NUM_TEST
     return Corpus(
@@ -329,8 +320,6 @@ def _tasks(folder: Path, tokenizer: ByteLevelBPETokenizer) -> Iterator[tuple[str
     """Yield the tasks that have enough pairs of single tokens."""
     for name in TASKS:
         path = folder / f"{name}.json"
-        if not path.is_file():
-            raise ValueError(f"data: expected a file {path.name} in {str(folder)!r}, got none")
         pairs = read_pairs(json.loads(path.read_text(encoding="utf-8")), tokenizer)
         logger.info("%s: %d pairs of single tokens", name, len(pairs))
         if len(pairs) >= LEAST_PAIRS:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.evidence import reject, show_spread
+from experiments.figures import positive
 from experiments.worth_it import bottleneck, classes, language, masked, neobert
 from experiments.worth_it.draw import draw_bottleneck, draw_classes, draw_language, draw_masked
 from experiments.worth_it.store import Store
@@ -31,7 +32,7 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--regime", choices=list(classes.REGIMES), default="block", help="of classes"
     )
-    parser.add_argument("--seeds", type=int, default=5, help="how many; default: 5")
+    parser.add_argument("--seeds", type=positive, default=5, help="how many; default: 5")
     parser.add_argument(
         "--minutes", type=float, default=math.inf, help="no run starts after; 0: tabulate"
     )
@@ -46,8 +47,6 @@ def main(name: str, arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, default=Path("runs") / name, help="a folder")
     options = parser.parse_intermixed_args(arguments)
     options.seeds = 2 if options.quick else options.seeds
-    if options.seeds < 1:
-        raise ValueError(f"seeds: expected at least 1, got {options.seeds}")
     options.prefix = "quick_" if options.quick else ""
     options.deadline = time.monotonic() + 60 * options.minutes
     PARTS[options.part](options)

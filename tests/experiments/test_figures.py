@@ -129,8 +129,3 @@ def test_a_benchmark_has_a_panel_per_size_and_bare_products_as_a_line(draw):
     assert [bar.get_width() for bar in second.patches] == [1.0]
     assert not second.get_lines()
     assert first.get_title() == "1,638 x 768 x 30,522"
-
-
-def test_a_benchmark_without_rows_is_refused(draw):
-    with pytest.raises(ValueError, match="rows: expected at least one measured size, got "):
-        draw("benchmark_ops", {"rows": []})

@@ -36,11 +36,6 @@ def test_distances_in_bfloat16_get_worse_with_the_width():
     assert errors[64, 10.0] < errors[64, 1.0] < errors[768, 1.0]
 
 
-def test_no_seed_is_refused(capsys):
-    assert main(["kitsunp", "--seeds", "0"]) == 1
-    assert "seeds: expected at least 1, got 0" in capsys.readouterr().err
-
-
 def test_plain_distances_are_their_formula():
     head, states = PlainDistance(8, 5), torch.randn(3, 8)
     logits = head(states)

@@ -29,11 +29,6 @@ def test_small_models_run_three_epochs_by_their_command(name, tmp_path, capsys):
     [
         ([], "experiment: expected one of ['family', 'causal_family', "),
         (["grokking"], "'draw'], got 'grokking'"),
-        (["multi_head_toy", "--seeds", "0"], "seeds: expected at least 1, got 0"),
-        (["multi_head_toy", "--epochs", "-1"], "epochs: expected at least 1, got -1"),
-        (["gpt2_small", "--small", "--seeds", "0"], "seeds: expected at least 1, got 0"),
-        (["small_gpt", "--data", ".", "--steps", "0"], "steps: expected at least 1, got 0"),
-        (["decoder_cost", "--rounds", "0"], "rounds: expected at least 1, got 0"),
         (["decoder_cost", "--length", "1"], "length: expected at least 4, got 1"),
         (["decoder_cost", "--hidden-size", "32"], "hidden_size: expected at least 64, got 32"),
         (["draw", "family", "none.json", "x.png"], "results: expected an existing JSON file"),
@@ -46,6 +41,29 @@ def test_what_cannot_run_is_refused_in_one_line(arguments, message, tmp_path, mo
     assert error.startswith("error: ")
     assert message in error
     assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["multi_head_toy", "--seeds", "0"],
+        ["multi_head_toy", "--epochs", "0"],
+        ["harmonic_loss", "--figure=2", "--workers", "0"],
+        ["harmonic_loss", "--figure=2", "--epochs", "0"],
+        ["gpt2_small", "--small", "--seeds", "0"],
+        ["kitsunp", "--seeds", "0"],
+        ["small_gpt", "--data", ".", "--steps", "0"],
+        ["worth_it", ".", "--part", "bottleneck", "--seeds", "0"],
+        ["decoder_cost", "--rounds", "0"],
+    ],
+)
+def test_counts_below_one_are_refused(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    error = f"argument {arguments[-2]}: expected at least 1, got 0"
+    assert capsys.readouterr().err.splitlines()[-1].endswith(error)
     assert not list(tmp_path.iterdir())
 
 

@@ -20,7 +20,7 @@ def test_no_sentence_of_the_test_is_trained_on(tmp_path):
     (tmp_path / "sst2_dev.tsv").write_text("sentence\tlabel\nbad\t0\n")
     task = read_task(tmp_path, "SST-2")
     assert (task.pool, task.test) == ([("good", 1)], [("bad", 0)])
-    with pytest.raises(ValueError, match=r"data: expected a file cola_in_domain_train.tsv in .*"):
+    with pytest.raises(FileNotFoundError, match=r"cola_in_domain_train\.tsv"):
         read_task(tmp_path, "CoLA")
 
 

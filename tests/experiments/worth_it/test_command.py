@@ -150,10 +150,3 @@ def test_neobert_trains_every_arm_on_a_stream_and_writes_its_report(
     assert main([*arguments, "--minutes", "0"]) == 0
     assert read(tmp_path / "out", "neobert")["rows"] == found["rows"]
     assert "gain, nats" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("seeds", ["0", "-1"])
-def test_no_seed_is_refused(tmp_path, seeds, capsys):
-    arguments = ["worth_it", str(tmp_path), "--part", "bottleneck", "--seeds", seeds]
-    assert main(arguments) == 1
-    assert f"seeds: expected at least 1, got {seeds}" in capsys.readouterr().err
