@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import logging
+from transformers.utils import can_return_tuple, logging
 
 from .backbones import (
     CACHE,
@@ -377,6 +377,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
     """
 
     is_causal: ClassVar[bool] = False
+    _output_class: ClassVar[Any]  # of `forward`
     _keep_in_fp32_modules_strict = ["dist_head"]  # noqa: RUF012
     _auto_map: ClassVar[dict[str, str]] = {  # every backbone can be fine-tuned for these tasks
         "AutoModelForQuestionAnswering": "modeling_harmonic.HarmonicForQuestionAnswering",
@@ -422,6 +423,60 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
     def has_free_labels(self, labels: Tensor) -> bool:
         """Whether labels are numbers, or several classes at once, and not one class of the head."""
         return False
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Predict a class for each text or token.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend. Without it a decoder reads a text at the last
+                token that is not `pad_token_id`.
+            labels: `[B, T]` of tokens or `[B]` of texts, -100 for what is not scored. Numbers, or
+                several classes at once: as the logits, floating. Of masked tokens only the
+                labelled positions reach the head.
+            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            output_logits: Return logits beside the loss. Default: yes, but not those of masked
+                tokens in training, which would be the largest tensor.
+            inputs_embeds: `[B, T, D]` in place of `input_ids`.
+            token_type_ids: `[B, T]`, for backbones that have token types.
+            position_ids: As in `HarmonicModel`.
+            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
+                further arguments.
+
+        Returns:
+            `loss` with labels: in nats, a squared difference for numbers; `logits` `[B, T, V]` of
+            tokens or `[B, V]` of texts, as `output_logits` says.
+        """
+        options = self._take_label_options(kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        attended = self.attended(input_ids, attention_mask)
+        states = self.select(outputs.last_hidden_state, attended)  # [B, S, D], S = 1 for texts
+        needs_logits = self._needs_logits(labels, output_logits)
+        return self._output_class(
+            loss=self._loss(states, labels, num_items_in_batch, **options),
+            logits=self._logits(states) if needs_logits else None,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
     def class_embeddings(self) -> Tensor:
         """Return the vectors `[V, D]` that tell how alike classes are: prototypes, by default."""

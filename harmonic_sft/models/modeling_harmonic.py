@@ -191,56 +191,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         **HarmonicHeadModel._auto_map,
         "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM",
     }
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_logits: bool | None = None,
-        inputs_embeds: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> MaskedLMOutput:
-        """Predict masked tokens.
-
-        Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend.
-            labels: `[B, T]`, -100 where there is nothing to predict. With labels only the
-                labelled positions reach the head.
-            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            output_logits: Return logits beside the loss. Default: not in training mode, where the
-                logits of every position would be the largest tensor.
-            inputs_embeds: `[B, T, D]` in place of `input_ids`.
-            token_type_ids: `[B, T]`, for backbones that have token types.
-            position_ids: As in `HarmonicModel`.
-            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
-                further arguments.
-
-        Returns:
-            `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
-        """
-        options = self._take_label_options(kwargs)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state  # [B, T, D]
-        needs_logits = self._needs_logits(labels, output_logits)
-        return MaskedLMOutput(
-            loss=self._loss(hidden_states, labels, num_items_in_batch, **options),
-            logits=self._logits(hidden_states) if needs_logits else None,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    _output_class = MaskedLMOutput
 
 
 class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
@@ -377,8 +328,6 @@ class HarmonicClassifier(HarmonicHeadModel):
         ValueError: One of those problems with another head, whose logits make one probability over
             all classes; or another pooling.
     """
-
-    _output_class: ClassVar[type[SequenceClassifierOutput | TokenClassifierOutput]]
 
     def __init__(self, config: HarmonicConfig):
         if not self._has_own_head(config.architectures):
@@ -535,63 +484,24 @@ class HarmonicClassifier(HarmonicHeadModel):
         )
         return model._remember_random_weight() if init == "random" else model
 
-    @can_return_tuple
-    def forward(
+    def _needs_logits(self, labels: Tensor | None, output_logits: bool | None) -> bool:
+        """Whether to return logits: also in training, unless told not to."""
+        return super()._needs_logits(labels, output_logits is not False)
+
+    def _loss(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        inputs_embeds: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutput | TokenClassifierOutput:
-        """Predict the class of each text or token.
-
-        Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend. Without it a decoder reads a text at the last
-                token that is not `pad_token_id`.
-            labels: `[B]` of texts or `[B, T]` of tokens, -100 for what is not scored. Numbers, or
-                several classes at once: as the logits, floating.
-            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            inputs_embeds: `[B, T, D]` in place of `input_ids`.
-            token_type_ids: `[B, T]`, for backbones that have token types.
-            position_ids: As in `HarmonicModel`.
-            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
-                further arguments.
-
-        Returns:
-            `loss` with labels: in nats, a squared difference for numbers; `logits` `[B, V]` of
-            texts or `[B, T, V]` of tokens.
-        """
-        options = self._take_label_options(kwargs)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            **kwargs,
-        )
-        attended = self.attended(input_ids, attention_mask)
-        states = self.select(outputs.last_hidden_state, attended)  # [B, S, D]
-        logits = self._logits(states)
-        loss = None
+        hidden_states: Tensor,
+        labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+        **options: Any,
+    ) -> Tensor | None:
+        """Return the mean loss of hidden states `[B, T, D]` of tokens or `[B, 1, D]` of texts."""
         if labels is not None and self.has_free_labels(labels):
-            weights = options["label_weights"]
-            loss = self._free_loss(logits, labels, weights, num_items_in_batch)
-        elif labels is not None:
-            is_column = labels.numel() == len(states) * states.shape[1]
-            labels = labels.reshape(states.shape[:2]) if is_column else labels
-            loss = self._loss(states, labels, num_items_in_batch, **options)
-        return self._output_class(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+            logits = self._logits(hidden_states)
+            return self._free_loss(logits, labels, options["label_weights"], num_items_in_batch)
+        if labels is not None and labels.numel() == hidden_states[..., 0].numel():
+            labels = labels.reshape(hidden_states.shape[:2])
+        return super()._loss(hidden_states, labels, num_items_in_batch, **options)
 
     def has_free_labels(self, labels: Tensor) -> bool:
         """Whether labels are numbers, or a yes or no for each class, by transformers' rules.
