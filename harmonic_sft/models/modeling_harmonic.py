@@ -152,35 +152,22 @@ class HarmonicLanguageModel(HarmonicHeadModel):
 
 
 def _report_layers(base: Base, head: dict[str, Any] | None) -> None:
-    """Warn of layers before the base's output layer that go with it, or that it does not have.
-
-    Raises:
-        ValueError: They are asked for, and compute something else than a `TransformHead`.
-    """
+    """Warn of layers before the base's output layer that go with it, or that it does not have."""
     has_transform = isinstance(base.head, TransformHead)
     wants_it = isinstance(head, dict) and head.get("name") == "transform"
-    layers = " and ".join(base.left_out) or "a dense layer and a norm"
-    if wants_it and base.left_out and not has_transform:
-        raise ValueError(
-            f"head transform: expected base {base.name} to have a dense layer, an activation and a "
-            f"norm before a linear output layer, got {layers}, which compute something else. Give "
-            "a dictionary: head {'name': 'dist'} goes without them"
-        )
     if wants_it and not has_transform:
         logger.warning(
-            "base %s: expected a dense layer and a norm before its output layer, got none. Those "
-            "of the head transform are drawn at random.",
+            "base %s: expected a dense layer and a norm that are known here before its output "
+            "layer, got none. Those of the head transform are drawn at random.",
             base.name,
         )
-    if (base.left_out or has_transform) and not wants_it:
-        own = (head or {"name": "dist"})["name"]
-        hint = f" To keep them write head: {{name: transform, inner: {{name: {own}, ...}}}}."
+    if has_transform and not wants_it:
         logger.warning(
-            "base %s: its own head also has %s, which are left out with it. What the new head sees "
-            "has not passed through them: expect a high loss before training.%s",
+            "base %s: its own head also has a dense layer and a norm, which are left out with it. "
+            "What the new head sees has not passed through them: expect a high loss before "
+            "training. To keep them write head: {name: transform, inner: {name: %s, ...}}.",
             base.name,
-            layers,
-            hint if has_transform else "",
+            (head or {"name": "dist"})["name"],
         )
 
 
