@@ -230,7 +230,6 @@ def base_of(
     """
     name = name or type(model).__name__
     check_supported(name, model.config, is_causal=is_causal)
-    _check_dtype(model.config, dtype)
     settle_quantized_(model)
     head: Head | None = None
     generation_config = None
@@ -285,16 +284,10 @@ def _as_base(
 ) -> Base:
     """Check and cast a backbone, and drop its local path, which nobody may publish."""
     check_embeddings(name, backbone)
-    _check_dtype(backbone.config, dtype)
     cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
     backbone.config.name_or_path = ""
     origin = {"base_dtype": str(dtype).removeprefix("torch."), "dtype": dtype}
     return Base(name, backbone, head, [], origin, generation_config)
-
-
-def _check_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    if config.model_type == "fnet" and dtype != torch.float32:
-        raise ValueError(f"dtype: expected float32 for the Fourier transforms of FNet, got {dtype}")
 
 
 def copy_head_(head: Head, base: Base) -> None:

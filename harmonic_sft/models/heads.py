@@ -136,11 +136,6 @@ class MultiHead(OuterHead, SphereHead):
 
     def _whole(self, hidden_states: Tensor) -> AffineLogits | DistanceLogits:
         """Return the logits whose columns are those of all slices."""
-        if self.weight.is_meta and not hidden_states.is_meta:  # accelerate's, there for `inner`
-            raise ValueError(
-                "multi_head: expected its weights on a device, got offloaded ones. Load the model "
-                "with a device_map that keeps dist_head in memory"
-            )
         if not isinstance(self.inner, CosineHead):
             whole = self.inner.lazy_logits(hidden_states)
             assert isinstance(whole, AffineLogits | DistanceLogits), "INNER holds no other heads"

@@ -565,15 +565,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""
         if labels is None:
             return None
-        head = self.active_head
-        if head.weight.is_meta and not hidden_states.is_meta:  # accelerate's, there for `forward`
-            raise ValueError(
-                "dist_head: expected its weights on a device for a loss, got offloaded ones. Load "
-                "the model with a device_map that keeps them in memory, or take the logits"
-            )
         return mean_token_loss(
             self.loss_fn,
-            head,
+            self.active_head,
             hidden_states,
             labels,
             label_positions=label_positions,

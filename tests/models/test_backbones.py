@@ -7,7 +7,6 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     AutoModelForSpeechSeq2Seq,
     LlamaConfig,
     LlamaForCausalLM,
@@ -52,14 +51,6 @@ def test_what_is_not_of_text_alone_or_of_one_stream_is_refused(tmp_path, kind):
     for model_class in (HarmonicForCausalLM, HarmonicForMaskedLM):
         with pytest.raises(ValueError, match=f"of text alone that .* knows, got .* type '{kind}'"):
             model_class.from_base(str(tmp_path))
-
-
-def test_fnet_is_refused_in_16_bits(tmp_path):
-    config = AutoConfig.for_model("fnet", hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
-    HarmonicForMaskedLM.from_base(str(tmp_path))
-    with pytest.raises(ValueError, match=r"dtype: expected float32 .* FNet, got torch.bfloat16"):
-        HarmonicForMaskedLM.from_base(str(tmp_path), dtype=torch.bfloat16)
 
 
 def test_a_model_of_more_than_text_or_with_code_of_its_own_is_refused():
