@@ -24,7 +24,7 @@ from transformers.utils import CONFIG_NAME, cached_file, logging
 from .configuration_neobert import NeoBERTConfig
 from .modeling_neobert import NeoBERTModel
 
-# Encoders that count positions from pad_token_id + 1, and those with two more than they say.
+# Encoders that count positions from pad_token_id + 1.
 OFFSET_POSITIONS = (
     "camembert",
     "data2vec-text",
@@ -39,7 +39,6 @@ OFFSET_POSITIONS = (
     "xlm-roberta-xl",
     "xmod",
 )
-TWO_MORE_POSITIONS = ("mra", "nystromformer", "yoso")
 UNBOUNDED = 2**31 - 1  # positions of a backbone that has none, such as BLOOM
 # Weights that published checkpoints have and their models do not use: buffers, a table that
 # DeBERTa's have without using it, a copy of the embeddings (mDeBERTa), and the layer of BERT's
@@ -234,8 +233,6 @@ def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
 
 def position_offset(config: PreTrainedConfig) -> int:
     """Return the first position of a row, 0 for most."""
-    if config.model_type in TWO_MORE_POSITIONS:
-        return 2
     return config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
 
 
@@ -244,8 +241,7 @@ def max_positions(config: PreTrainedConfig) -> int:
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if name not in config.to_dict():
         return UNBOUNDED
-    has_more = config.model_type in TWO_MORE_POSITIONS
-    return config.max_position_embeddings - (0 if has_more else position_offset(config))
+    return config.max_position_embeddings - position_offset(config)
 
 
 def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
