@@ -218,12 +218,8 @@ def trains(module: nn.Module) -> bool:
 def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
     """Return the blocks before the first one that trains; none if their input trains."""
     name, blocks = known_blocks(backbone)
-    # Parameters registered after the blocks are behind them, but tables that DeBERTa's blocks read.
-    is_deberta = backbone.config.model_type.startswith("deberta")
     for parameter_name, parameter in backbone.named_parameters():
         if parameter_name.startswith(f"{name}."):
-            if is_deberta:
-                continue
             break
         if parameter.requires_grad:  # embeddings, or a norm of theirs
             return []

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -283,23 +282,16 @@ class HarmonicModel(HarmonicPreTrainedModel):
         self.post_init()
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode, but leave what runs without a graph in evaluation mode.
+        """Set training mode; of a backbone with frozen blocks only from the first that trains on.
 
         Dropout in a frozen part would only add noise to the features that the rest learns from.
         """
         super().train(mode)
-        if not trains(self.backbone):  # XLM's dropout asks the whole backbone, not a part
+        frozen = blocks_without_graph(self.backbone)
+        if mode and (frozen or not trains(self.backbone)):
             self.backbone.eval()
-        elif mode:
-            _, blocks = known_blocks(self.backbone)
-            embeddings_train = trains(self.get_input_embeddings())
-            for part in _parts_beside(blocks, self.backbone):
-                # A part without weights, such as GPT-2's dropout, belongs to the embeddings.
-                has_weights = next(part.parameters(), None) is not None
-                if not (trains(part) if has_weights else embeddings_train):
-                    part.eval()
-            for block in blocks_without_graph(self.backbone):
-                block.eval()
+            for block in known_blocks(self.backbone)[1][len(frozen) :]:
+                block.train()
         return self
 
     def get_input_embeddings(self) -> nn.Module:
@@ -732,15 +724,6 @@ def _report_useless(model: HarmonicPreTrainedModel) -> None:
         problems = [] if name is None else [f"{name} is not finite"]
     for problem in problems:
         logger.warning("%s: %s. Its predictions mean nothing.", model.name_or_path, problem)
-
-
-def _parts_beside(blocks: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the largest parts of a module that do not hold the blocks."""
-    for child in module.children():
-        if blocks not in child.modules():
-            yield child
-        elif child is not blocks:
-            yield from _parts_beside(blocks, child)
 
 
 def _body_dtype(body: nn.Module) -> torch.dtype:
