@@ -80,12 +80,6 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
 
     Weights outside the model's own modules (the base's old head, a pooler) may be left over.
 
-    Args:
-        model_class: Has `from_pretrained`.
-        name: A folder or a name on the Hub.
-        config: The checkpoint's configuration.
-        options: Further arguments of `from_pretrained`.
-
     Raises:
         ValueError: A weight is missing, has another shape, or is not used, or a file is damaged.
     """
@@ -149,16 +143,7 @@ def check_whole(files: Iterable[Path]) -> None:
 
 
 def load_backbone(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Load the backbone of a checkpoint: any of transformers' own, NeoBERT, or of one of ours.
-
-    Args:
-        name: A folder or a name on the Hub.
-        config: The checkpoint's configuration.
-        options: Further arguments of `from_pretrained`, such as `revision`, `dtype` and `token`.
-
-    Raises:
-        ValueError: A weight of the backbone is missing, has another shape, or is not used.
-    """
+    """Load the backbone of a checkpoint of transformers, NeoBERT or of ours; see `load_checked`."""
     if config.model_type == "harmonic":
         from .modeling_backbone import HarmonicModel  # which imports this module
 

@@ -107,16 +107,11 @@ def load_base(
     dropout: float | None,
     is_causal: bool = False,
 ) -> Base:
-    """Load what a new head is put on.
+    """Load what a new head is put on: a base, or one of our own checkpoints.
 
-    Args:
-        name: A folder or a name on the Hub; also one of our own checkpoints.
-        revision: A revision on the Hub.
-        head_class: What loads a checkpoint of its own kind with the head; None leaves heads alone,
-            also those of transformers' own models.
-        dtype: The backbone's dtype.
-        dropout: Probability of every dropout of the backbone; None is the base's own.
-        is_causal: Load a decoder, with the head that it was published with.
+    `head_class` is what loads a checkpoint of its own kind with the head; None leaves heads alone,
+    also those of transformers' own models. `dropout` is the probability of every dropout of the
+    backbone, None the base's own. A decoder comes with the head that it was published with.
 
     Raises:
         ValueError: The checkpoint does not fill the backbone, is none of this kind, is quantized
@@ -171,12 +166,7 @@ def _is_masked(config: PreTrainedConfig, architectures: Iterable[str] | None) ->
 
 
 def has_transform(config: PreTrainedConfig, architectures: Iterable[str] | None) -> bool:
-    """Whether a base has a head with a dense layer and a norm before its output layer.
-
-    Args:
-        config: The base's.
-        architectures: Names of the classes that its checkpoint is of.
-    """
+    """Whether a base has a head with a dense layer and a norm before its output layer."""
     if config.model_type == "harmonic":
         is_masked = "HarmonicForMaskedLM" in (architectures or [])
         return is_masked and config.head.get("name") == "transform"
@@ -216,13 +206,8 @@ def base_of(
 ) -> Base:
     """Take a model of transformers apart: its backbone, and a language model's head.
 
-    Where its weights came from is left out: they may have been changed since.
-
-    Args:
-        model: Not copied; a decoder is in evaluation mode afterwards.
-        dtype: The backbone is cast to it.
-        is_causal: It is a decoder, with a head or without.
-        name: For messages; default: the class's.
+    The model is not copied: its backbone is cast to `dtype`, and a decoder is in evaluation mode
+    afterwards. Where its weights came from is left out: they may have been changed since.
 
     Raises:
         ValueError: It is none of this kind, has no token embeddings, or its logits are more than a
@@ -259,14 +244,7 @@ def base_of(
 def random_base(
     name: str, revision: str | None, *, dtype: torch.dtype, dropout: float | None
 ) -> Base:
-    """Build a backbone in the shape of a published one, with random weights and no head.
-
-    Args:
-        name: A folder or a name on the Hub, of which the configuration alone is read.
-        revision: A revision on the Hub.
-        dtype: The backbone's dtype.
-        dropout: Probability of every dropout; None is the one in the configuration.
-    """
+    """Build a backbone of random weights in the shape of a published one, by its configuration."""
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     config = config.get_text_config()
     vars(config).pop("quantization_config", None)
@@ -291,11 +269,7 @@ def _as_base(
 
 
 def copy_head_(head: Head, base: Base) -> None:
-    """Copy the weights of the base's own head.
-
-    Raises:
-        ValueError: It has none of this name.
-    """
+    """Copy the weights of the base's own head, which must be of the same kind."""
     own, weights = ({}, {}) if base.head is None else (base.head.settings(), base.head.state_dict())
     expected = head.settings()
     kinds = [
@@ -311,11 +285,7 @@ def copy_head_(head: Head, base: Base) -> None:
 
 
 def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
-    """Refuse a backbone without one table of token embeddings that prototypes could be taken from.
-
-    Raises:
-        ValueError: It has none, or quantized ones.
-    """
+    """Refuse a backbone without one plain table of token embeddings to take prototypes from."""
     try:
         weight = getattr(backbone.get_input_embeddings(), "weight", None)
     except NotImplementedError:  # what transformers raises where it finds none
@@ -330,11 +300,6 @@ def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
 
 def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
     """Refuse a base that is no text model of transformers, or is quantized in a way we cannot save.
-
-    Args:
-        name: The base's name.
-        config: Its configuration.
-        is_causal: It is to be a decoder.
 
     Raises:
         ValueError: It has code of its own, sees or hears, or has an encoder and a decoder; or it is

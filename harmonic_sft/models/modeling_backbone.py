@@ -88,13 +88,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     ) -> Self:
         """Load a model as transformers does; a partial checkpoint is completed from its base.
 
-        A classifier takes only the backbone of another class's checkpoint, and gets a new head.
-
-        Args:
-            pretrained_model_name_or_path: A folder or a name on the Hub.
-            model_args: Passed on.
-            config: A configuration, or where to find it.
-            kwargs: All options of `PreTrainedModel.from_pretrained`.
+        A classifier takes only the backbone of another class's checkpoint, and gets a new head. All
+        options are those of `PreTrainedModel.from_pretrained`.
 
         Raises:
             ValueError: The base of a partial checkpoint cannot be fetched or does not fit, a
@@ -215,11 +210,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             Path(save_directory, file).unlink(missing_ok=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Self:
-        """Unpack quantized weights, and forget that the backbone had them.
-
-        Args:
-            dtype: Of the backbone then; default: as transformers does.
-        """
+        """Unpack quantized weights, to `dtype` if given, and forget that the backbone had them."""
         super().dequantize(dtype)
         vars(self.config.text_config).pop("quantization_config", None)
         # transformers 5.23 keeps how packed weights were loaded, and cannot undo it when it saves:
@@ -393,15 +384,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return config.text_config.vocab_size
 
     def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return what the head sees, one vector for each label: every position, by default.
-
-        Args:
-            hidden_states: `[B, T, D]`, the backbone's last.
-            attention_mask: `[B, T]`, 1 = attend; None is all ones.
-
-        Returns:
-            `[B, T, D]`.
-        """
+        """Return what the head sees, one vector for each label: every position, by default."""
         return hidden_states
 
     def attended(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
@@ -640,10 +623,6 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
         New prototypes are drawn like the old ones. transformers starts new embeddings at their
         mean, which is close to everything: a distance head would give it much probability.
-
-        Args:
-            args: Arguments of `PreTrainedModel.resize_token_embeddings`.
-            kwargs: Its keyword arguments.
         """
         vocab_size = self.config.text_config.vocab_size
         embeddings = super().resize_token_embeddings(*args, **kwargs)

@@ -347,11 +347,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         self._random_weight: Tensor | None = None  # of a new head, to see whether it trains
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        """Return logits `[B, T, V]` for hidden states `[B, T, D]`.
-
-        Raises:
-            ValueError: The head is random and frozen in training.
-        """
+        """Return logits `[B, T, V]`; in training a head that is random and frozen is refused."""
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._check_head_trains()
         return super()._logits(hidden_states)
@@ -445,12 +441,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         init: str = "random",
         pooling: str | None = None,
     ) -> Self:
-        """Put a new head on a loaded base, which is not copied; see `from_base`.
-
-        Raises:
-            ValueError: Fewer than two labels, or one twice; the base has no such head over these
-                labels.
-        """
+        """Put a new head on a loaded base, which is not copied; see `from_base`."""
         is_regression = len(labels) == 1 and (head or {}).get("name") == "linear"
         if (len(labels) < 2 and not is_regression) or len(set(labels)) < len(labels):
             raise ValueError(f"labels: expected two or more different ones, got {list(labels)}")
@@ -534,12 +525,7 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
     def attended(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
         """Return the given mask `[B, T]`; without one, mask out the padding of a decoder's texts.
 
-        Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend.
-
-        Returns:
-            None stands for all ones.
+        None stands for all ones.
 
         Raises:
             ValueError: Several texts without a mask, and the configuration has no `pad_token_id`.
@@ -555,15 +541,10 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
         return None if pad_token_id is None else input_ids != pad_token_id
 
     def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return one vector for each text.
+        """Return one vector for each text, `[B, 1, D]`, of hidden states `[B, T, D]`.
 
-        Args:
-            hidden_states: `[B, T, D]`.
-            attention_mask: `[B, T]`, 1 = attend; None is all ones.
-
-        Returns:
-            `[B, 1, D]`: the last attended token of a decoder; of an encoder the first one or, in
-            float32 or better, the mean over them.
+        It is the last attended token of a decoder; of an encoder the first one or, in float32 or
+        better, the mean over them.
         """
         if attention_mask is None:
             attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.int64)
@@ -611,17 +592,10 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
-        """Predict the span of the answer.
+        """Predict the span of the answer in rows `[B, T]` of question and text.
 
-        Args:
-            input_ids: `[B, T]`, question and text.
-            attention_mask: `[B, T]`, 1 = attend.
-            start_positions: `[B]`; one outside the row is not scored.
-            end_positions: `[B]`.
-            inputs_embeds: `[B, T, D]` in place of `input_ids`.
-            token_type_ids: `[B, T]`, for backbones that have token types.
-            position_ids: As in `HarmonicModel`.
-            kwargs: The backbone's further arguments.
+        `start_positions` and `end_positions` are `[B]`; one outside the row is not scored. All
+        other arguments are those of `HarmonicModel`.
 
         Returns:
             `start_logits` and `end_logits` `[B, T]`, and with positions `loss`, the mean
