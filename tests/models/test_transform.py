@@ -65,26 +65,6 @@ def base(tmp_path_factory):
     return made.__getitem__
 
 
-@torch.no_grad()
-def test_it_is_dense_activation_and_norm_in_that_order():
-    torch.manual_seed(0)
-    head = TransformHead(4, 9, activation="relu", norm_eps=0.1)
-    for parameter in head.parameters():
-        parameter.normal_()
-    states = torch.randn(3, 4)
-    for state, logits in zip(states.double(), head(states), strict=True):
-        dense = [
-            max(0.0, float(row.double() @ state + bias))
-            for row, bias in zip(head.dense_weight, head.dense_bias, strict=True)
-        ]
-        mean = sum(dense) / 4
-        spread = (sum((value - mean) ** 2 for value in dense) / 4 + 0.1) ** 0.5
-        normed = torch.tensor([(value - mean) / spread for value in dense]).double()
-        normed = normed * head.norm_weight.double() + head.norm_bias.double()
-        expected = head.inner.weight.double() @ normed + head.inner.bias.double()
-        torch.testing.assert_close(logits.double(), expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("family", [*TRANSFORMS, *PLAIN])
 def test_the_own_head_of_every_family_is_one_of_ours(family):
     if family not in CONFIG_MAPPING:
