@@ -24,7 +24,7 @@ from transformers.utils import CONFIG_NAME, cached_file, logging
 from .configuration_neobert import NeoBERTConfig
 from .modeling_neobert import NeoBERTModel
 
-# Encoders that count positions from pad_token_id + 1, and those with two more than they say.
+# Encoders that count positions from pad_token_id + 1.
 OFFSET_POSITIONS = (
     "camembert",
     "data2vec-text",
@@ -39,7 +39,6 @@ OFFSET_POSITIONS = (
     "xlm-roberta-xl",
     "xmod",
 )
-TWO_MORE_POSITIONS = ("mra", "nystromformer", "yoso")
 UNBOUNDED = 2**31 - 1  # positions of a backbone that has none, such as BLOOM
 # Weights that published checkpoints have and their models do not use: buffers, a table that
 # DeBERTa's have without using it, a copy of the embeddings (mDeBERTa), and the layer of BERT's
@@ -80,12 +79,6 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
     """Load a model and make sure that the checkpoint fills it.
 
     Weights outside the model's own modules (the base's old head, a pooler) may be left over.
-
-    Args:
-        model_class: Has `from_pretrained`.
-        name: A folder or a name on the Hub.
-        config: The checkpoint's configuration.
-        options: Further arguments of `from_pretrained`.
 
     Raises:
         ValueError: A weight is missing, has another shape, or is not used, or a file is damaged.
@@ -150,16 +143,7 @@ def check_whole(files: Iterable[Path]) -> None:
 
 
 def load_backbone(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """Load the backbone of a checkpoint: any of transformers' own, NeoBERT, or of one of ours.
-
-    Args:
-        name: A folder or a name on the Hub.
-        config: The checkpoint's configuration.
-        options: Further arguments of `from_pretrained`, such as `revision`, `dtype` and `token`.
-
-    Raises:
-        ValueError: A weight of the backbone is missing, has another shape, or is not used.
-    """
+    """Load the backbone of a checkpoint of transformers, NeoBERT or of ours; see `load_checked`."""
     if config.model_type == "harmonic":
         from .modeling_backbone import HarmonicModel  # which imports this module
 
@@ -219,12 +203,8 @@ def trains(module: nn.Module) -> bool:
 def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
     """Return the blocks before the first one that trains; none if their input trains."""
     name, blocks = known_blocks(backbone)
-    # Parameters registered after the blocks are behind them, but tables that DeBERTa's blocks read.
-    is_deberta = backbone.config.model_type.startswith("deberta")
     for parameter_name, parameter in backbone.named_parameters():
         if parameter_name.startswith(f"{name}."):
-            if is_deberta:
-                continue
             break
         if parameter.requires_grad:  # embeddings, or a norm of theirs
             return []
@@ -234,8 +214,6 @@ def blocks_without_graph(backbone: PreTrainedModel) -> list[Any]:
 
 def position_offset(config: PreTrainedConfig) -> int:
     """Return the first position of a row, 0 for most."""
-    if config.model_type in TWO_MORE_POSITIONS:
-        return 2
     return config.pad_token_id + 1 if config.model_type in OFFSET_POSITIONS else 0
 
 
@@ -244,8 +222,7 @@ def max_positions(config: PreTrainedConfig) -> int:
     name = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
     if name not in config.to_dict():
         return UNBOUNDED
-    has_more = config.model_type in TWO_MORE_POSITIONS
-    return config.max_position_embeddings - (0 if has_more else position_offset(config))
+    return config.max_position_embeddings - position_offset(config)
 
 
 def set_dropout_(config: PreTrainedConfig, probability: float) -> None:

@@ -1,9 +1,8 @@
 """Bases: load one, or take a loaded one apart: its backbone and the head it was published with."""
 
-import copy
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -32,10 +31,8 @@ from .backbones import (
     is_quantized,
     load_backbone,
     load_checked,
-    max_positions,
     set_dropout_,
     settle_quantized_,
-    without_pooler,
 )
 from .configuration_harmonic import quantization_method
 from .head import Head
@@ -51,6 +48,42 @@ QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
 # make sure that it does nothing else.
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 SOFTCAP = "final_logit_softcapping"
+# Masked models with a dense layer, an activation and a norm before their output layer, and the
+# field that names the activation: None where their code has gelu.
+TRANSFORMS = {
+    "bert": "hidden_act",
+    "camembert": None,
+    "convbert": None,
+    "data2vec-text": None,
+    "deberta": "hidden_act",
+    "deberta-v2": "hidden_act",
+    "distilbert": "activation",
+    "electra": None,
+    "ernie": "hidden_act",
+    "esmc": None,
+    "gte": None,
+    "ibert": None,
+    "jina_embeddings_v3": None,
+    "layoutlm": "hidden_act",
+    "longformer": None,
+    "megatron-bert": "hidden_act",
+    "modernbert": "classifier_activation",
+    "mpnet": None,
+    "mra": "hidden_act",
+    "nomic_bert": "hidden_act",
+    "nystromformer": "hidden_act",
+    "roberta": None,
+    "roberta-prelayernorm": None,
+    "roc_bert": "hidden_act",
+    "roformer": "hidden_act",
+    "squeezebert": "hidden_act",
+    "tapas": "hidden_act",
+    "xlm-roberta": None,
+    "xlm-roberta-xl": None,
+    "xmod": None,
+    "yoso": "hidden_act",
+}
+PLAIN = ("eurobert", "flaubert", "xlm")  # masked models with an output layer alone
 
 
 class Base(NamedTuple):
@@ -63,7 +96,6 @@ class Base(NamedTuple):
     origin: dict[str, Any]  # fields of the configuration
     generation_config: GenerationConfig | None = None  # of a decoder
     pooling: str | None = None  # that the head was trained with, if it is a classifier's
-    left_out: Sequence[str] = ()  # layers of its own head before the output layer, by name
 
 
 def load_base(
@@ -75,16 +107,11 @@ def load_base(
     dropout: float | None,
     is_causal: bool = False,
 ) -> Base:
-    """Load what a new head is put on.
+    """Load what a new head is put on: a base, or one of our own checkpoints.
 
-    Args:
-        name: A folder or a name on the Hub; also one of our own checkpoints.
-        revision: A revision on the Hub.
-        head_class: What loads a checkpoint of its own kind with the head; None leaves heads alone,
-            also those of transformers' own models.
-        dtype: The backbone's dtype.
-        dropout: Probability of every dropout of the backbone; None is the base's own.
-        is_causal: Load a decoder, with the head that it was published with.
+    `head_class` is what loads a checkpoint of its own kind with the head; None leaves heads alone,
+    also those of transformers' own models. `dropout` is the probability of every dropout of the
+    backbone, None the base's own. A decoder comes with the head that it was published with.
 
     Raises:
         ValueError: The checkpoint does not fill the backbone, is none of this kind, is quantized
@@ -139,16 +166,11 @@ def _is_masked(config: PreTrainedConfig, architectures: Iterable[str] | None) ->
 
 
 def has_transform(config: PreTrainedConfig, architectures: Iterable[str] | None) -> bool:
-    """Whether a base has a head with a dense layer and a norm before its output layer.
-
-    Args:
-        config: The base's.
-        architectures: Names of the classes that its checkpoint is of.
-    """
+    """Whether a base has a head with a dense layer and a norm before its output layer."""
     if config.model_type == "harmonic":
         is_masked = "HarmonicForMaskedLM" in (architectures or [])
         return is_masked and config.head.get("name") == "transform"
-    if not _is_masked(config, architectures):
+    if config.model_type not in TRANSFORMS or not _is_masked(config, architectures):
         return False
     with torch.device("meta"), no_init_weights():
         model_class: Any = MODEL_FOR_MASKED_LM_MAPPING[type(config)]
@@ -160,28 +182,22 @@ def _load_masked(name: str, options: dict[str, Any]) -> PreTrainedModel | None:
     config = options["config"]
     if not _is_masked(config, config.architectures):
         return None
+    if config.model_type not in (*TRANSFORMS, *PLAIN):
+        _leave_out(name)
+        return None
     try:
-        model = load_checked(AutoModelForMaskedLM, name, **options)
+        return load_checked(AutoModelForMaskedLM, name, **options)
     except Exception as error:  # transformers' too; whoever loads the body says what is wrong there
         logger.warning("%s. Its own head is left out.", error)
         return None
-    if without_pooler(config) and getattr(model.base_model, "pooler", None) is not None:
-        model.base_model.pooler = None  # BigBird's: as the body is built when it is loaded again
-    return model
 
 
-def layers_of_head(model: PreTrainedModel) -> list[str]:
-    """Return the layers between a model's body and its output layer, which go with its head.
-
-    NeoBERT and most decoders have none; BERT, RoBERTa and ModernBERT have a dense one and a norm.
-    """
-    body = {id(parameter) for parameter in model.base_model.parameters()}
-    return sorted(
-        {
-            name.rpartition(".")[0]
-            for name, parameter in model.named_parameters()
-            if id(parameter) not in body and parameter.shape[:1] != (model.config.vocab_size,)
-        }
+def _leave_out(name: str) -> None:
+    logger.warning(
+        "base %s: its own head is of no kind that is known here, and is left out with any layers "
+        "before its output layer. What the new head sees has not passed through them: expect a "
+        "high loss before training.",
+        name,
     )
 
 
@@ -190,13 +206,8 @@ def base_of(
 ) -> Base:
     """Take a model of transformers apart: its backbone, and a language model's head.
 
-    Where its weights came from is left out: they may have been changed since.
-
-    Args:
-        model: Not copied; in evaluation mode afterwards.
-        dtype: The backbone is cast to it.
-        is_causal: It is a decoder, with a head or without.
-        name: For messages; default: the class's.
+    The model is not copied: its backbone is cast to `dtype`, and a decoder is in evaluation mode
+    afterwards. Where its weights came from is left out: they may have been changed since.
 
     Raises:
         ValueError: It is none of this kind, has no token embeddings, or its logits are more than a
@@ -204,10 +215,9 @@ def base_of(
     """
     name = name or type(model).__name__
     check_supported(name, model.config, is_causal=is_causal)
-    _check_dtype(model.config, dtype)
     settle_quantized_(model)
     head: Head | None = None
-    generation_config, is_masked = None, False
+    generation_config = None
     if is_causal:
         if model.base_model is not model:
             head = old_head(model)
@@ -222,25 +232,19 @@ def base_of(
     elif isinstance(model, NeoBERTForMaskedLM):
         head = LinearHead(model.config.hidden_size, model.config.vocab_size)
         head.load_state_dict(model.get_submodule("decoder").state_dict())
-    elif is_masked := type(model).__name__.endswith(MASKED):
+    elif type(model).__name__.endswith(MASKED):
         with torch.random.fork_rng(devices=[]):  # what is drawn later is as without this head
             head = _masked_head(model)
+        if head is None:
+            _leave_out(name)
     body = cast("PreTrainedModel", model.base_model)
-    base = _as_base(name, body, dtype, head, generation_config)
-    return base._replace(left_out=layers_of_head(model) if is_masked else ())
+    return _as_base(name, body, dtype, head, generation_config)
 
 
 def random_base(
     name: str, revision: str | None, *, dtype: torch.dtype, dropout: float | None
 ) -> Base:
-    """Build a backbone in the shape of a published one, with random weights and no head.
-
-    Args:
-        name: A folder or a name on the Hub, of which the configuration alone is read.
-        revision: A revision on the Hub.
-        dtype: The backbone's dtype.
-        dropout: Probability of every dropout; None is the one in the configuration.
-    """
+    """Build a backbone of random weights in the shape of a published one, by its configuration."""
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     config = config.get_text_config()
     vars(config).pop("quantization_config", None)
@@ -258,24 +262,14 @@ def _as_base(
 ) -> Base:
     """Check and cast a backbone, and drop its local path, which nobody may publish."""
     check_embeddings(name, backbone)
-    _check_dtype(backbone.config, dtype)
     cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
     backbone.config.name_or_path = ""
     origin = {"base_dtype": str(dtype).removeprefix("torch."), "dtype": dtype}
     return Base(name, backbone, head, [], origin, generation_config)
 
 
-def _check_dtype(config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    if config.model_type == "fnet" and dtype != torch.float32:
-        raise ValueError(f"dtype: expected float32 for the Fourier transforms of FNet, got {dtype}")
-
-
 def copy_head_(head: Head, base: Base) -> None:
-    """Copy the weights of the base's own head.
-
-    Raises:
-        ValueError: It has none of this name.
-    """
+    """Copy the weights of the base's own head, which must be of the same kind."""
     own, weights = ({}, {}) if base.head is None else (base.head.settings(), base.head.state_dict())
     expected = head.settings()
     kinds = [
@@ -291,11 +285,7 @@ def copy_head_(head: Head, base: Base) -> None:
 
 
 def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
-    """Refuse a backbone without one table of token embeddings that prototypes could be taken from.
-
-    Raises:
-        ValueError: It has none, or quantized ones.
-    """
+    """Refuse a backbone without one plain table of token embeddings to take prototypes from."""
     try:
         weight = getattr(backbone.get_input_embeddings(), "weight", None)
     except NotImplementedError:  # what transformers raises where it finds none
@@ -310,11 +300,6 @@ def check_embeddings(name: str, backbone: PreTrainedModel) -> None:
 
 def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> None:
     """Refuse a base that is no text model of transformers, or is quantized in a way we cannot save.
-
-    Args:
-        name: The base's name.
-        config: Its configuration.
-        is_causal: It is to be a decoder.
 
     Raises:
         ValueError: It has code of its own, sees or hears, or has an encoder and a decoder; or it is
@@ -435,61 +420,22 @@ def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -
 def _masked_head(model: PreTrainedModel) -> Head | None:
     """Return the head of a masked model, in float32, as one of ours with the same logits.
 
-    It is a `LinearHead`, or one in a `TransformHead`; None where its logits show that there is
-    more to it.
+    None if it is of no kind that is known here, or has an output layer of another width (ELECTRA's
+    generators, ALBERT).
     """
     config, output = model.config, model.get_output_embeddings()
     shape = (config.vocab_size, config.hidden_size)
     if not isinstance(output, nn.Linear) or output.weight.shape != shape:
         return None
-    linear, layers = old_head(model), [model.get_submodule(n) for n in layers_of_head(model)]
-    biases = [weight for weight in model.parameters() if weight.shape == linear.weight.shape[:1]]
-    if linear.bias is None and biases:  # ESM's, beside its output layer
-        linear.bias = nn.Parameter(biases[-1].detach().to(linear.weight))
-    head: LinearHead | TransformHead = linear
-    activations = ["gelu"]
-    if layers:
-        dense = next((layer for layer in layers if isinstance(layer, nn.Linear)), None)
-        norm = next((layer for layer in layers if isinstance(layer, nn.LayerNorm)), None)
-        is_known = len(layers) == 2 and dense is not None and norm is not None
-        if not is_known or dense.out_features != config.hidden_size:
-            return None
-        # Which one is used stands in the code of each model.
-        fields = ("classifier_activation", "hidden_act", "activation")
-        names = [getattr(config, field) for field in fields if hasattr(config, field)]
-        activations = list(dict.fromkeys([*names, *activations]))
-        head = _behind(dense, norm, linear, activations[0])
-    if not _has_values(model):
-        return head
-    is_low = model.dtype.itemsize < 4
-    try:
-        states, native = _look(model)
-    except Exception as error:  # of a model that is not ours
-        if not is_low:
-            logger.warning("%s. The base's own head cannot be computed.", error)
-            return None
-        states, native = _look(copy.deepcopy(model).float())  # DeBERTa's takes no 16 bits
-
-    def error(activation: str) -> float:
-        if isinstance(head, TransformHead):
-            head.activation = activation
-        return torch.dist(head(states).view_as(native), native.float()).item()
-
-    error(min(activations, key=error))
-    return None if _differ(head(states).view_as(native), native, 0.05 if is_low else 0.01) else head
-
-
-def _look(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Return hidden states `[T, D]` and logits `[1, T, V]` of a few tokens."""
-    config, body = model.config, cast(Any, model.base_model)
-    model.eval()
-    rows = torch.arange(min(8, max_positions(config)), device=model.device)[None]
-    rows = rows * 7 % config.vocab_size
-    native = model(input_ids=rows, return_dict=True).logits
-    states = body(input_ids=rows, return_dict=True).last_hidden_state
-    if hasattr(body, "set_attention_type"):  # BigBird's, which short rows change for good
-        body.set_attention_type(config.attention_type)
-    return states.flatten(0, 1), native
+    if config.model_type in PLAIN:
+        return old_head(model)
+    if config.model_type not in TRANSFORMS:
+        return None
+    body, field = set(model.base_model.modules()), TRANSFORMS[config.model_type]
+    layers = [module for module in model.modules() if module not in body and module is not output]
+    dense = next(layer for layer in layers if isinstance(layer, nn.Linear))
+    norm = next(layer for layer in layers if isinstance(layer, nn.LayerNorm))
+    return _behind(dense, norm, old_head(model), getattr(config, field) if field else "gelu")
 
 
 def _behind(

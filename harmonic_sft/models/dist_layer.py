@@ -144,25 +144,17 @@ class DistLayer(SphereHead):
 
 
 def _stretch(vectors: Tensor, diagonal: Tensor, factor: Tensor | None) -> Tensor:
-    """Map vectors to where the Mahalanobis distance is the Euclidean one, `[..., D + rank]`.
+    """Map `[..., D]` to `[..., D + rank]`, where the Mahalanobis distance is the Euclidean one.
 
-    |stretch(x) - stretch(w)| ** 2 = (x - w)^T (diag(a ** 2) + U U^T) (x - w).
-
-    Args:
-        vectors: `[..., D]`.
-        diagonal: a, `[D]`.
-        factor: U, `[D, rank]`, or None.
+    |stretch(x) - stretch(w)| ** 2 = (x - w)^T (diag(a ** 2) + U U^T) (x - w), a `[D]` being the
+    diagonal and U `[D, rank]` the factor.
     """
     scaled = vectors * diagonal.to(vectors)
     return scaled if factor is None else torch.cat([scaled, vectors @ factor.to(vectors)], dim=-1)
 
 
 def check_metric(metric: str) -> None:
-    """Refuse a metric that is not there, or no longer.
-
-    Raises:
-        ValueError: It is not; the message names what to use instead.
-    """
+    """Refuse a metric that is not there, or no longer."""
     if metric == "cosine":
         raise ValueError(
             "metric: expected euclidean or mahalanobis, got 'cosine', which is removed. Use "

@@ -1,6 +1,5 @@
 """Rows of several documents: what keeps one from seeing another in any backbone."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils.generic import is_flash_attention_requested
 
-from .backbones import OFFSET_POSITIONS, max_positions, position_offset
+from .backbones import max_positions, position_offset
 from .modeling_neobert import flash_boundaries
 
 # Backbones whose tokens meet in attention alone and which take a mask per pair of tokens: a
@@ -74,7 +73,8 @@ def document_arguments(
         implementation, and the boundaries that flash attention wants.
 
     Raises:
-        ValueError: The backbone cannot keep documents apart, takes no positions, or has too few.
+        ValueError: The backbone cannot keep documents apart, counts positions for itself, or has
+            too few.
     """
     config = backbone.config
     is_pairwise = attention_mask is not None and attention_mask.dim() != 2
@@ -162,19 +162,15 @@ def _check_length(backbone: PreTrainedModel, position_ids: Tensor) -> None:
 
 
 def _positions(backbone: PreTrainedModel, position_ids: Tensor) -> dict[str, Tensor]:
-    """Return the positions as an encoder counts them, nothing if it counts them itself."""
+    """Return the positions as a packable encoder counts them; others count for themselves."""
     config = backbone.config
-    # The signature is only read for strangers: compilers cannot follow it.
-    if (
-        config.model_type in (*PACKABLE, *OFFSET_POSITIONS)
-        or "position_ids" in inspect.signature(backbone.forward).parameters
-    ):
+    if config.model_type in PACKABLE:
         return {"position_ids": position_ids + position_offset(config)}
     counted = torch.arange(position_ids.shape[1], device=position_ids.device)
     if not torch.equal(position_ids, counted.expand_as(position_ids)):
         raise ValueError(
             f"position_ids: expected positions counted from 0, because a backbone of type "
-            f"{config.model_type!r} takes no others, got {position_ids[0, :3].tolist()}..."
+            f"{config.model_type!r} counts for itself, got {position_ids[0, :3].tolist()}..."
         )
     return {}
 

@@ -199,16 +199,10 @@ class SphereHead(Head):
 
 @torch.no_grad()
 def check_prototypes(head: Head, *, is_tied: bool) -> list[str]:
-    """Say what is wrong with a head whose predictions mean nothing; an empty list for a good one.
+    """Say in at most one sentence what is wrong with a head whose predictions mean nothing.
 
-    A few rows may be zero (padding tokens, often), and off the sphere norms are free.
-
-    Args:
-        head: Any; one on the meta device has no values and passes.
-        is_tied: Its prototypes are the embeddings, whose norms are free.
-
-    Returns:
-        At most one sentence.
+    A few rows may be zero (padding tokens, often); norms are free off the sphere and of tied
+    prototypes, which are embeddings. A head on the meta device has no values and passes.
     """
     weight = head.weight
     if weight.is_meta or len(weight) < 2:
@@ -244,12 +238,7 @@ def find_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def keep_precision(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Return `fn(tensor)`, but in the tensor's own dtype where it became one of less than 32 bits.
-
-    Args:
-        fn: What `nn.Module.to` and its kin do with each parameter.
-        tensor: A parameter, a buffer or a gradient.
-    """
+    """Return `fn(tensor)`, in the tensor's own dtype where it became one of less than 32 bits."""
     moved = fn(tensor)
     low = moved.is_floating_point() and moved.dtype.itemsize < tensor.dtype.itemsize
     return tensor.to(moved.device) if low and moved.dtype.itemsize < 4 else moved
@@ -316,15 +305,9 @@ def dense_logits(lazy: LazyLogits) -> Tensor:
 
 
 def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tensor:
-    """Return log(1 + p_others / p_label) of each row, accurate also where it is close to 0.
+    """Return log(1 + p_others / p_label) of each row in nats, accurate also where it is close to 0.
 
-    Args:
-        logits: `[N, V]`.
-        labels: `[N, 1]`.
-        own: `[N, 1]`, logits of the labels in place of those in `logits`.
-
-    Returns:
-        `[N]`, in nats.
+    `logits` are `[N, V]` and `labels` `[N, 1]`; `own` `[N, 1]` replaces the logits of the labels.
     """
     own = logits.gather(-1, labels) if own is None else own
     others = logits.scatter(-1, labels, -torch.inf)
@@ -373,20 +356,13 @@ def squared_distances(
     *,
     unit_sphere: bool = False,
 ) -> Tensor:
-    """Squared distances by |x|^2 + |w|^2 - 2xw, and by direct difference where that loses digits.
+    """Squared distances `[N, V]` by |x|^2 + |w|^2 - 2xw, by difference where that loses digits.
 
-    The pairs of `labels` and those of `near_pairs` are taken by difference: in float32 the error of
-    d is below 1e-6 (|x| + |w|), however small d is. For all others the error of d ** 2 is below
-    1e-6 (|x|^2 + |w|^2), which is 2e-5 of d ** 2 unless there were too many near pairs.
-
-    Args:
-        hidden_states: `[N, D]`.
-        weight: `[V, D]`.
-        labels: `[N, 1]` or None.
-        unit_sphere: Normalize both sides. A vector of norm 0 is at a right angle to every other.
-
-    Returns:
-        `[N, V]`, not below 0.
+    The pairs of `labels` `[N, 1]` and those of `near_pairs` are taken by direct difference: in
+    float32 the error of d is below 1e-6 (|x| + |w|), however small d is. For all others the error
+    of d ** 2 is below 1e-6 (|x|^2 + |w|^2), which is 2e-5 of d ** 2 unless there were too many near
+    pairs. `unit_sphere` normalizes both sides; a vector of norm 0 is then at a right angle to every
+    other.
     """
     undirected = None  # on the sphere, which hidden states and which prototypes have norm 0
     if unit_sphere:
@@ -423,12 +399,7 @@ def near_pairs(
     On a CPU these are the pairs below `NEAR` * `norms`: the closest ones, at most `MOST_NEAR` a row
     on average, so that memory stays bounded. Elsewhere, and while torch compiles or exports, they
     are the `MOST_NEAR` closest of every row, since there no value may decide a shape or halt the
-    device.
-
-    Args:
-        squared: `[N, V]`.
-        norms: |x|^2 + |w|^2, `[N, V]` or of no axis.
-        labels: `[N, 1]` or None.
+    device. `norms` are |x|^2 + |w|^2, `[N, V]` or of no axis.
 
     Returns:
         Their rows `[P]`, their classes `[P]`, and whether no near pair is left out for certain.

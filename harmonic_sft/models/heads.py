@@ -29,11 +29,7 @@ INNER = ("cosine", "dist", "linear")
 
 
 class OuterHead(Head):
-    """A head around another one, whose weight and exponent are its own.
-
-    Attributes:
-        inner: The other one.
-    """
+    """A head around another one, `inner`, whose weight and exponent are its own."""
 
     inner: Head
 
@@ -136,11 +132,6 @@ class MultiHead(OuterHead, SphereHead):
 
     def _whole(self, hidden_states: Tensor) -> AffineLogits | DistanceLogits:
         """Return the logits whose columns are those of all slices."""
-        if self.weight.is_meta and not hidden_states.is_meta:  # accelerate's, there for `inner`
-            raise ValueError(
-                "multi_head: expected its weights on a device, got offloaded ones. Load the model "
-                "with a device_map that keeps dist_head in memory"
-            )
         if not isinstance(self.inner, CosineHead):
             whole = self.inner.lazy_logits(hidden_states)
             assert isinstance(whole, AffineLogits | DistanceLogits), "INNER holds no other heads"
@@ -155,13 +146,7 @@ class MultiHead(OuterHead, SphereHead):
 
 
 class MappedHead(OuterHead):
-    """A head around another one, which sees hidden states after a map of their own.
-
-    Args:
-        hidden_size: D.
-        vocab_size: V.
-        inner: `{"name": ..., fields...}` of the head behind the map.
-    """
+    """A head around another one, which sees hidden states after a map of their own."""
 
     def __init__(self, hidden_size: int, vocab_size: int, inner: dict[str, Any]):
         super().__init__()
@@ -399,11 +384,7 @@ def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -
 
 
 def check_class(head: Head) -> None:
-    """Refuse a head that its settings would load as another class, such as a subclass of ours.
-
-    Raises:
-        ValueError: Its class, or that of a head inside it, is not the one in `HEADS`.
-    """
+    """Refuse a head that its settings would load as another class, such as a subclass of ours."""
     for part in head.modules():
         if isinstance(part, Head):
             # FSDP2 puts two classes before the head's: one that it makes, in `abc`, and its own.
@@ -422,11 +403,8 @@ def resized_head(head: Head, vocab_size: int) -> Head:
     """Return a head with more or fewer classes; classes in both keep prototype, bias and scale.
 
     New prototypes are drawn, with a fixed seed, from a normal distribution with the mean and the
-    covariance of the old ones; new biases and scales are the mean of the old.
-
-    Args:
-        head: Not changed. A tied weight that the embeddings have resized already is taken as it is.
-        vocab_size: V of the new one.
+    covariance of the old ones; new biases and scales are the mean of the old. A tied weight that
+    the embeddings have resized already is taken as it is.
     """
     resized = build_head(
         head.settings(), hidden_size=head.weight.shape[1], vocab_size=vocab_size

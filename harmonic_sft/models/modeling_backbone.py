@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.utils import logging
+from transformers.utils import can_return_tuple, logging
 
 from .backbones import (
     CACHE,
@@ -89,13 +88,8 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     ) -> Self:
         """Load a model as transformers does; a partial checkpoint is completed from its base.
 
-        A classifier takes only the backbone of another class's checkpoint, and gets a new head.
-
-        Args:
-            pretrained_model_name_or_path: A folder or a name on the Hub.
-            model_args: Passed on.
-            config: A configuration, or where to find it.
-            kwargs: All options of `PreTrainedModel.from_pretrained`.
+        A classifier takes only the backbone of another class's checkpoint, and gets a new head. All
+        options are those of `PreTrainedModel.from_pretrained`.
 
         Raises:
             ValueError: The base of a partial checkpoint cannot be fetched or does not fit, a
@@ -216,11 +210,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             Path(save_directory, file).unlink(missing_ok=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Self:
-        """Unpack quantized weights, and forget that the backbone had them.
-
-        Args:
-            dtype: Of the backbone then; default: as transformers does.
-        """
+        """Unpack quantized weights, to `dtype` if given, and forget that the backbone had them."""
         super().dequantize(dtype)
         vars(self.config.text_config).pop("quantization_config", None)
         # transformers 5.23 keeps how packed weights were loaded, and cannot undo it when it saves:
@@ -283,23 +273,16 @@ class HarmonicModel(HarmonicPreTrainedModel):
         self.post_init()
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode, but leave what runs without a graph in evaluation mode.
+        """Set training mode; of a backbone with frozen blocks only from the first that trains on.
 
         Dropout in a frozen part would only add noise to the features that the rest learns from.
         """
         super().train(mode)
-        if not trains(self.backbone):  # XLM's dropout asks the whole backbone, not a part
+        frozen = blocks_without_graph(self.backbone)
+        if mode and (frozen or not trains(self.backbone)):
             self.backbone.eval()
-        elif mode:
-            _, blocks = known_blocks(self.backbone)
-            embeddings_train = trains(self.get_input_embeddings())
-            for part in _parts_beside(blocks, self.backbone):
-                # A part without weights, such as GPT-2's dropout, belongs to the embeddings.
-                has_weights = next(part.parameters(), None) is not None
-                if not (trains(part) if has_weights else embeddings_train):
-                    part.eval()
-            for block in blocks_without_graph(self.backbone):
-                block.eval()
+            for block in known_blocks(self.backbone)[1][len(frozen) :]:
+                block.train()
         return self
 
     def get_input_embeddings(self) -> nn.Module:
@@ -377,6 +360,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
     """
 
     is_causal: ClassVar[bool] = False
+    _output_class: ClassVar[Any]  # of `forward`
     _keep_in_fp32_modules_strict = ["dist_head"]  # noqa: RUF012
     _auto_map: ClassVar[dict[str, str]] = {  # every backbone can be fine-tuned for these tasks
         "AutoModelForQuestionAnswering": "modeling_harmonic.HarmonicForQuestionAnswering",
@@ -400,15 +384,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         return config.text_config.vocab_size
 
     def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return what the head sees, one vector for each label: every position, by default.
-
-        Args:
-            hidden_states: `[B, T, D]`, the backbone's last.
-            attention_mask: `[B, T]`, 1 = attend; None is all ones.
-
-        Returns:
-            `[B, T, D]`.
-        """
+        """Return what the head sees, one vector for each label: every position, by default."""
         return hidden_states
 
     def attended(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
@@ -422,6 +398,60 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
     def has_free_labels(self, labels: Tensor) -> bool:
         """Whether labels are numbers, or several classes at once, and not one class of the head."""
         return False
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        output_logits: bool | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Predict a class for each text or token.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, T]`, 1 = attend. Without it a decoder reads a text at the last
+                token that is not `pad_token_id`.
+            labels: `[B, T]` of tokens or `[B]` of texts, -100 for what is not scored. Numbers, or
+                several classes at once: as the logits, floating. Of masked tokens only the
+                labelled positions reach the head.
+            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
+            output_logits: Return logits beside the loss. Default: yes, but not those of masked
+                tokens in training, which would be the largest tensor.
+            inputs_embeds: `[B, T, D]` in place of `input_ids`.
+            token_type_ids: `[B, T]`, for backbones that have token types.
+            position_ids: As in `HarmonicModel`.
+            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
+                further arguments.
+
+        Returns:
+            `loss` with labels: in nats, a squared difference for numbers; `logits` `[B, T, V]` of
+            tokens or `[B, V]` of texts, as `output_logits` says.
+        """
+        options = self._take_label_options(kwargs)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            token_type_ids=token_type_ids,
+            position_ids=position_ids,
+            **kwargs,
+        )
+        attended = self.attended(input_ids, attention_mask)
+        states = self.select(outputs.last_hidden_state, attended)  # [B, S, D], S = 1 for texts
+        needs_logits = self._needs_logits(labels, output_logits)
+        return self._output_class(
+            loss=self._loss(states, labels, num_items_in_batch, **options),
+            logits=self._logits(states) if needs_logits else None,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
     def class_embeddings(self) -> Tensor:
         """Return the vectors `[V, D]` that tell how alike classes are: prototypes, by default."""
@@ -510,15 +540,9 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
         """Return the mean loss of hidden states `[B, T, D]`, None without labels `[B, T]`."""
         if labels is None:
             return None
-        head = self.active_head
-        if head.weight.is_meta and not hidden_states.is_meta:  # accelerate's, there for `forward`
-            raise ValueError(
-                "dist_head: expected its weights on a device for a loss, got offloaded ones. Load "
-                "the model with a device_map that keeps them in memory, or take the logits"
-            )
         return mean_token_loss(
             self.loss_fn,
-            head,
+            self.active_head,
             hidden_states,
             labels,
             label_positions=label_positions,
@@ -599,10 +623,6 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
         New prototypes are drawn like the old ones. transformers starts new embeddings at their
         mean, which is close to everything: a distance head would give it much probability.
-
-        Args:
-            args: Arguments of `PreTrainedModel.resize_token_embeddings`.
-            kwargs: Its keyword arguments.
         """
         vocab_size = self.config.text_config.vocab_size
         embeddings = super().resize_token_embeddings(*args, **kwargs)
@@ -683,15 +703,6 @@ def _report_useless(model: HarmonicPreTrainedModel) -> None:
         problems = [] if name is None else [f"{name} is not finite"]
     for problem in problems:
         logger.warning("%s: %s. Its predictions mean nothing.", model.name_or_path, problem)
-
-
-def _parts_beside(blocks: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the largest parts of a module that do not hold the blocks."""
-    for child in module.children():
-        if blocks not in child.modules():
-            yield child
-        elif child is not blocks:
-            yield from _parts_beside(blocks, child)
 
 
 def _body_dtype(body: nn.Module) -> torch.dtype:

@@ -152,35 +152,22 @@ class HarmonicLanguageModel(HarmonicHeadModel):
 
 
 def _report_layers(base: Base, head: dict[str, Any] | None) -> None:
-    """Warn of layers before the base's output layer that go with it, or that it does not have.
-
-    Raises:
-        ValueError: They are asked for, and compute something else than a `TransformHead`.
-    """
+    """Warn of layers before the base's output layer that go with it, or that it does not have."""
     has_transform = isinstance(base.head, TransformHead)
     wants_it = isinstance(head, dict) and head.get("name") == "transform"
-    layers = " and ".join(base.left_out) or "a dense layer and a norm"
-    if wants_it and base.left_out and not has_transform:
-        raise ValueError(
-            f"head transform: expected base {base.name} to have a dense layer, an activation and a "
-            f"norm before a linear output layer, got {layers}, which compute something else. Give "
-            "a dictionary: head {'name': 'dist'} goes without them"
-        )
     if wants_it and not has_transform:
         logger.warning(
-            "base %s: expected a dense layer and a norm before its output layer, got none. Those "
-            "of the head transform are drawn at random.",
+            "base %s: expected a dense layer and a norm that are known here before its output "
+            "layer, got none. Those of the head transform are drawn at random.",
             base.name,
         )
-    if (base.left_out or has_transform) and not wants_it:
-        own = (head or {"name": "dist"})["name"]
-        hint = f" To keep them write head: {{name: transform, inner: {{name: {own}, ...}}}}."
+    if has_transform and not wants_it:
         logger.warning(
-            "base %s: its own head also has %s, which are left out with it. What the new head sees "
-            "has not passed through them: expect a high loss before training.%s",
+            "base %s: its own head also has a dense layer and a norm, which are left out with it. "
+            "What the new head sees has not passed through them: expect a high loss before "
+            "training. To keep them write head: {name: transform, inner: {name: %s, ...}}.",
             base.name,
-            layers,
-            hint if has_transform else "",
+            (head or {"name": "dist"})["name"],
         )
 
 
@@ -191,56 +178,7 @@ class HarmonicForMaskedLM(HarmonicLanguageModel):
         **HarmonicHeadModel._auto_map,
         "AutoModelForMaskedLM": "modeling_harmonic.HarmonicForMaskedLM",
     }
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        output_logits: bool | None = None,
-        inputs_embeds: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> MaskedLMOutput:
-        """Predict masked tokens.
-
-        Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend.
-            labels: `[B, T]`, -100 where there is nothing to predict. With labels only the
-                labelled positions reach the head.
-            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            output_logits: Return logits beside the loss. Default: not in training mode, where the
-                logits of every position would be the largest tensor.
-            inputs_embeds: `[B, T, D]` in place of `input_ids`.
-            token_type_ids: `[B, T]`, for backbones that have token types.
-            position_ids: As in `HarmonicModel`.
-            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
-                further arguments.
-
-        Returns:
-            `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
-        """
-        options = self._take_label_options(kwargs)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            **kwargs,
-        )
-        hidden_states = outputs.last_hidden_state  # [B, T, D]
-        needs_logits = self._needs_logits(labels, output_logits)
-        return MaskedLMOutput(
-            loss=self._loss(hidden_states, labels, num_items_in_batch, **options),
-            logits=self._logits(hidden_states) if needs_logits else None,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    _output_class = MaskedLMOutput
 
 
 class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
@@ -378,8 +316,6 @@ class HarmonicClassifier(HarmonicHeadModel):
             all classes; or another pooling.
     """
 
-    _output_class: ClassVar[type[SequenceClassifierOutput | TokenClassifierOutput]]
-
     def __init__(self, config: HarmonicConfig):
         if not self._has_own_head(config.architectures):
             config = copy.deepcopy(config)
@@ -411,11 +347,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         self._random_weight: Tensor | None = None  # of a new head, to see whether it trains
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        """Return logits `[B, T, V]` for hidden states `[B, T, D]`.
-
-        Raises:
-            ValueError: The head is random and frozen in training.
-        """
+        """Return logits `[B, T, V]`; in training a head that is random and frozen is refused."""
         if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._check_head_trains()
         return super()._logits(hidden_states)
@@ -509,12 +441,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         init: str = "random",
         pooling: str | None = None,
     ) -> Self:
-        """Put a new head on a loaded base, which is not copied; see `from_base`.
-
-        Raises:
-            ValueError: Fewer than two labels, or one twice; the base has no such head over these
-                labels.
-        """
+        """Put a new head on a loaded base, which is not copied; see `from_base`."""
         is_regression = len(labels) == 1 and (head or {}).get("name") == "linear"
         if (len(labels) < 2 and not is_regression) or len(set(labels)) < len(labels):
             raise ValueError(f"labels: expected two or more different ones, got {list(labels)}")
@@ -535,63 +462,24 @@ class HarmonicClassifier(HarmonicHeadModel):
         )
         return model._remember_random_weight() if init == "random" else model
 
-    @can_return_tuple
-    def forward(
+    def _needs_logits(self, labels: Tensor | None, output_logits: bool | None) -> bool:
+        """Whether to return logits: also in training, unless told not to."""
+        return super()._needs_logits(labels, output_logits is not False)
+
+    def _loss(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        inputs_embeds: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutput | TokenClassifierOutput:
-        """Predict the class of each text or token.
-
-        Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend. Without it a decoder reads a text at the last
-                token that is not `pad_token_id`.
-            labels: `[B]` of texts or `[B, T]` of tokens, -100 for what is not scored. Numbers, or
-                several classes at once: as the logits, floating.
-            num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            inputs_embeds: `[B, T, D]` in place of `input_ids`.
-            token_type_ids: `[B, T]`, for backbones that have token types.
-            position_ids: As in `HarmonicModel`.
-            kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; the backbone's
-                further arguments.
-
-        Returns:
-            `loss` with labels: in nats, a squared difference for numbers; `logits` `[B, V]` of
-            texts or `[B, T, V]` of tokens.
-        """
-        options = self._take_label_options(kwargs)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            token_type_ids=token_type_ids,
-            position_ids=position_ids,
-            **kwargs,
-        )
-        attended = self.attended(input_ids, attention_mask)
-        states = self.select(outputs.last_hidden_state, attended)  # [B, S, D]
-        logits = self._logits(states)
-        loss = None
+        hidden_states: Tensor,
+        labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
+        **options: Any,
+    ) -> Tensor | None:
+        """Return the mean loss of hidden states `[B, T, D]` of tokens or `[B, 1, D]` of texts."""
         if labels is not None and self.has_free_labels(labels):
-            weights = options["label_weights"]
-            loss = self._free_loss(logits, labels, weights, num_items_in_batch)
-        elif labels is not None:
-            is_column = labels.numel() == len(states) * states.shape[1]
-            labels = labels.reshape(states.shape[:2]) if is_column else labels
-            loss = self._loss(states, labels, num_items_in_batch, **options)
-        return self._output_class(
-            loss=loss,
-            logits=logits,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+            logits = self._logits(hidden_states)
+            return self._free_loss(logits, labels, options["label_weights"], num_items_in_batch)
+        if labels is not None and labels.numel() == hidden_states[..., 0].numel():
+            labels = labels.reshape(hidden_states.shape[:2])
+        return super()._loss(hidden_states, labels, num_items_in_batch, **options)
 
     def has_free_labels(self, labels: Tensor) -> bool:
         """Whether labels are numbers, or a yes or no for each class, by transformers' rules.
@@ -637,12 +525,7 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
     def attended(self, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
         """Return the given mask `[B, T]`; without one, mask out the padding of a decoder's texts.
 
-        Args:
-            input_ids: `[B, T]`.
-            attention_mask: `[B, T]`, 1 = attend.
-
-        Returns:
-            None stands for all ones.
+        None stands for all ones.
 
         Raises:
             ValueError: Several texts without a mask, and the configuration has no `pad_token_id`.
@@ -658,15 +541,10 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
         return None if pad_token_id is None else input_ids != pad_token_id
 
     def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """Return one vector for each text.
+        """Return one vector for each text, `[B, 1, D]`, of hidden states `[B, T, D]`.
 
-        Args:
-            hidden_states: `[B, T, D]`.
-            attention_mask: `[B, T]`, 1 = attend; None is all ones.
-
-        Returns:
-            `[B, 1, D]`: the last attended token of a decoder; of an encoder the first one or, in
-            float32 or better, the mean over them.
+        It is the last attended token of a decoder; of an encoder the first one or, in float32 or
+        better, the mean over them.
         """
         if attention_mask is None:
             attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.int64)
@@ -714,17 +592,10 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
         position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> QuestionAnsweringModelOutput:
-        """Predict the span of the answer.
+        """Predict the span of the answer in rows `[B, T]` of question and text.
 
-        Args:
-            input_ids: `[B, T]`, question and text.
-            attention_mask: `[B, T]`, 1 = attend.
-            start_positions: `[B]`; one outside the row is not scored.
-            end_positions: `[B]`.
-            inputs_embeds: `[B, T, D]` in place of `input_ids`.
-            token_type_ids: `[B, T]`, for backbones that have token types.
-            position_ids: As in `HarmonicModel`.
-            kwargs: The backbone's further arguments.
+        `start_positions` and `end_positions` are `[B]`; one outside the row is not scored. All
+        other arguments are those of `HarmonicModel`.
 
         Returns:
             `start_logits` and `end_logits` `[B, T]`, and with positions `loss`, the mean

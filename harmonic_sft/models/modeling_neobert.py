@@ -27,18 +27,12 @@ from .configuration_neobert import NeoBERTConfig
 
 
 def rotary_embedding(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of the angle by which RoPE turns each pair at each position.
+    """Return cosine and sine `[B, T, D / (2 H)]` of the angles by which RoPE turns each pair.
 
-    Computed at every forward, in float32 whatever the dtype of the model: a buffer would be lost
-    when the model is built on the meta device, and a complex one broken by a cast to bfloat16.
-
-    Args:
-        position_ids: `[B, T]` or `[1, T]`.
-        head_dim: D / H, even.
-        theta: Pair i turns by `theta ** (-2 * i / head_dim)` radians per position.
-
-    Returns:
-        Two tensors `[B, T, D / (2 H)]`, float32.
+    Pair i turns by `theta ** (-2 * i / head_dim)` radians per position; `position_ids` are `[B, T]`
+    or `[1, T]`. Computed at every forward, in float32 whatever the dtype of the model: a buffer
+    would be lost when the model is built on the meta device, and a complex one broken by a cast to
+    bfloat16.
 
     Source:
         Su et al. 2021, RoFormer, arXiv:2104.09864, Eq. 15.
@@ -50,17 +44,11 @@ def rotary_embedding(position_ids: Tensor, head_dim: int, theta: float) -> tuple
 
 
 def apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the interleaved pairs (0, 1), (2, 3), ... of the last axis by the angles given.
+    """Turn the interleaved pairs (0, 1), (2, 3), ... of `[..., D / H]` by the angles given.
 
-    Half-rotated RoPE, which pairs i with i + D / (2 H), is another function of the same weights.
-
-    Args:
-        states: `[..., D / H]`, queries or keys.
-        cos: `[..., D / (2 H)]`, float32, broadcastable to the pairs of `states`, as `sin`.
-        sin: The sines of the same angles.
-
-    Returns:
-        The shape and the dtype of `states`; computed in float32.
+    Computed in float32, as `cos` and `sin` `[..., D / (2 H)]` are; returned in the dtype of
+    `states`. Half-rotated RoPE, which pairs i with i + D / (2 H), is another function of the same
+    weights.
     """
     pairs = states.unflatten(-1, (-1, 2))
     if states.is_cuda and not is_tracing(states):
@@ -88,20 +76,7 @@ def eager_attention_forward(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention that also returns its weights, in the form of the transformers interface.
-
-    Args:
-        module: Unused.
-        query: `[B, H, T, D / H]`, as `key` and `value`.
-        key: Compared with the queries.
-        value: Averaged.
-        attention_mask: Added to the scores, broadcastable to `[B, H, T, T]`.
-        scaling: Factor of the scores.
-        **kwargs: What only other implementations use.
-
-    Returns:
-        Output `[B, T, H, D / H]` and weights `[B, H, T, T]`.
-    """
+    """Return attention `[B, T, H, D / H]` and its weights, as transformers' interface has them."""
     scores = query @ key.transpose(-2, -1) * scaling  # [B, H, T, T]
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -112,12 +87,8 @@ def eager_attention_forward(
 def document_boundaries(attended: Tensor, position_ids: Tensor | None) -> Tensor | None:
     """Return where the pieces of rows begin that attend to themselves alone, on the CPU.
 
-    The rows stand one behind the other. A piece is a document, or padding. Waits for the device.
-
-    Args:
-        attended: `[B, T]` bool, False for padding.
-        position_ids: `[B, T]`: one that does not continue the one before it starts a document.
-            None for one document in each row.
+    A piece is a document, which begins where `position_ids` `[B, T]` do not continue, or padding,
+    where `attended` `[B, T]` is False. The rows stand one behind the other. Waits for the device.
 
     Returns:
         `[pieces + 1]` int32, the end of the last row included; None where a document goes on, or
@@ -139,17 +110,10 @@ def document_boundaries(attended: Tensor, position_ids: Tensor | None) -> Tensor
 def document_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, pieces: tuple[Tensor, int]
 ) -> Tensor:
-    """Attention within pieces of the rows, by the flash kernels that torch brings.
+    """Return attention `[B, T, H, D / H]` within pieces of the rows, by torch's own flash kernels.
 
-    Args:
-        query: `[B, H, T, D / H]`, as `key` and `value`, in 16 bits. Their products are scaled by
-            (D / H) ** -0.5.
-        key: Compared with the queries.
-        value: Averaged.
-        pieces: What `document_boundaries` returned, on the device, and the longest one's tokens.
-
-    Returns:
-        `[B, T, H, D / H]`.
+    Queries, keys and values are `[B, H, T, D / H]` in 16 bits, with products scaled by
+    (D / H) ** -0.5; `pieces` are `document_boundaries`, on the device, and the longest one.
     """
     from torch.nn.attention.varlen import varlen_attn  # new in torch 2.10
 
@@ -187,17 +151,10 @@ class NeoBERTAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Let every token gather values from the tokens that the mask leaves it.
+        """Return `[B, T, D]`, and weights `[B, H, T, T]` where the implementation has them.
 
-        Args:
-            qkv: `[B, T, 3 D]`, head by head: query, key and value of head 0, then of head 1.
-            attention_mask: In the form of the attention implementation.
-            position_embeddings: Cosine and sine of `rotary_embedding`.
-            **kwargs: Passed to the attention implementation. `pieces` stands in for it: see
-                `document_attention_forward`.
-
-        Returns:
-            `[B, T, D]`, and weights `[B, H, T, T]` where the implementation has them.
+        `qkv` is `[B, T, 3 D]`, head by head: query, key and value of head 0, then of head 1. With
+        `pieces` in `kwargs`, `document_attention_forward` stands in for the implementation.
         """
         qkv = qkv.unflatten(-1, (self.num_heads, 3, self.head_dim))  # [B, T, H, 3, D / H]
         cos, sin = (table[:, :, None, None] for table in position_embeddings)
@@ -465,19 +422,10 @@ class NeoBERTForMaskedLM(NeoBERTPreTrainedModel):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """Predict the tokens, and score the prediction if there are labels.
+        """Return `logits` `[B, T, V]` and, with labels, `loss`: the mean cross-entropy in nats.
 
-        Args:
-            input_ids: As in `NeoBERTModel`.
-            attention_mask: As in `NeoBERTModel`.
-            token_type_ids: Ignored.
-            position_ids: As in `NeoBERTModel`.
-            inputs_embeds: As in `NeoBERTModel`.
-            labels: `[B, T]`, -100 where nothing is to be predicted.
-            **kwargs: As in `NeoBERTModel`; `num_items_in_batch` divides the summed loss.
-
-        Returns:
-            `logits` `[B, T, V]`, and with labels `loss`, the mean cross-entropy in nats.
+        Labels are `[B, T]`, -100 where nothing is to be predicted; `num_items_in_batch` divides the
+        summed loss. All other arguments are those of `NeoBERTModel`.
         """
         outputs = self.model(
             input_ids=input_ids,

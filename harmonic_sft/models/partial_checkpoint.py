@@ -26,11 +26,7 @@ PLACE_OPTIONS = ("revision", "subfolder")
 
 
 def check_not_partial(folder: str | os.PathLike) -> None:
-    """Refuse a checkpoint from which only its run can continue.
-
-    Raises:
-        ValueError: It is one.
-    """
+    """Refuse a checkpoint from which only its run can continue."""
     if os.path.isfile(os.path.join(folder, RESUME_FILE)):
         raise ValueError(
             f"{folder}: expected a model, got a checkpoint that holds only what trains (save: "

@@ -9,18 +9,4 @@ from harmonic_sft.ops.cross_entropy import (
 )
 from harmonic_sft.ops.dense_chunks import by_chunks
 from harmonic_sft.ops.engine import workspace_bytes
-from harmonic_sft.ops.options import Impl, LossOptions, Reduction, TokenMetrics
-
-__all__ = [
-    "Impl",
-    "LossOptions",
-    "Reduction",
-    "TokenMetrics",
-    "by_chunks",
-    "chunked_loss",
-    "distance_cross_entropy",
-    "distance_cross_entropy_with_metrics",
-    "linear_cross_entropy",
-    "linear_cross_entropy_with_metrics",
-    "workspace_bytes",
-]
+from harmonic_sft.ops.options import Impl, LossOptions, TokenMetrics

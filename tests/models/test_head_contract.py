@@ -14,6 +14,7 @@ from transformers import BertConfig
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HEADS, DistLayer, HarmonicConfig, HarmonicForMaskedLM, build_head
 from harmonic_sft.models.head import dense_logits
+from tests.head_definitions import definition
 from tests.head_variants import VARIANTS, D, V, moved_head
 
 N = 6
@@ -30,6 +31,16 @@ def make(name, *, hidden_size=D, vocab_size=V, dtype=torch.float32):
 def gradients(losses, head, states):
     found = torch.autograd.grad(losses.sum(), [states, *head.parameters()], allow_unused=True)
     return [gradient for gradient in found if gradient is not None]
+
+
+@every_head
+def test_probabilities_and_losses_are_those_of_the_definition(name):
+    head, states, labels = make(name)
+    expected = torch.stack([definition(head, state) for state in states.double()]).log_softmax(-1)
+    found = head(states).log_softmax(-1).double()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    losses = -expected.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=1e-4, atol=1e-5)
 
 
 @every_head

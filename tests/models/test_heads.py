@@ -1,10 +1,10 @@
-"""The Euclidean distance head against its definition in float64, and the linear head."""
+"""The Euclidean distance head against its definition in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from harmonic_sft.models import DistLayer, LinearHead
+from harmonic_sft.models import DistLayer
 from harmonic_sft.models import head as head_module
 from tests.ops.baselines import harmonic_float64
 
@@ -96,12 +96,3 @@ def test_many_near_pairs_stay_finite(monkeypatch):
     assert states.grad.isfinite().all()
     rows, _, are_all = seen[0]
     assert (len(rows), are_all) == (8 * 300, False)
-
-
-def test_linear_head_is_the_ordinary_one():
-    head = LinearHead(D, V)
-    states = torch.randn(N, D)
-    with torch.no_grad():
-        head.bias.normal_()
-    torch.testing.assert_close(head(states), states @ head.weight.T + head.bias)
-    assert LinearHead(D, V, bias=False).bias is None

@@ -1,77 +1,16 @@
-"""Heads of dot products and cosines against plain loops, and Bessel functions of mpmath.
-
-The linear one: test_heads.py.
-"""
+"""The scales of heads of cosines, and their constant against Bessel functions of mpmath."""
 
 from fractions import Fraction
 
 import mpmath
 import pytest
 import torch
-from torch import Tensor
 
-from harmonic_sft.losses import CrossEntropyLoss
-from harmonic_sft.models import CosineHead, Head, VonMisesFisherHead, build_head
+from harmonic_sft.models import CosineHead, VonMisesFisherHead
 from harmonic_sft.models.linear_heads import DEBYE, log_normalizer
+from tests.head_definitions import log_bessel_ratio
 
 D, V, N = 18, 30, 5
-HEADS = {
-    "l2": {"name": "l2", "scale": 0.7},
-    "l2_fixed": {"name": "l2", "scale": 0.7, "learn_scale": False},
-    "spherical": {"name": "power", "power": 1.0},
-    "harmax": {"name": "power", "power": -2.0, "eps": 1e-4},
-    "cosine": {"name": "cosine", "scale": 7.0},
-    "cosine_fixed": {"name": "cosine", "scale": 7.0, "learn_scale": False},
-    "vmf": {"name": "vmf", "scale": 7.0},
-    "vmf_per_class": {"name": "vmf", "scale": 7.0, "per_class": True},
-}
-
-
-def make(name: str) -> tuple[Head, Tensor, Tensor]:
-    torch.manual_seed(0)
-    head = build_head(HEADS[name], hidden_size=D, vocab_size=V)
-    assert head.settings().items() >= HEADS[name].items()
-    with torch.no_grad():
-        head.weight.mul_(torch.rand(V, 1) + 0.5)  # cosines are of normalized ones
-        if name == "vmf_per_class":
-            head.log_scale.add_(torch.randn(V))
-    return head, torch.randn(N, D), torch.randint(V, (N,))
-
-
-def score(name: str, x: Tensor, w: Tensor, kappa: float) -> Tensor:
-    """One logit, up to a constant for each row."""
-    if name.startswith("l2"):
-        return -0.7 * (x - w).square().sum()
-    if name in ("spherical", "harmax"):
-        power, eps = (1.0, 1e-6) if name == "spherical" else (-2.0, 1e-4)
-        return power * torch.log((x @ w) ** 2 + eps)
-    constant = float(log_bessel_ratio(kappa, D)) if name == "vmf_per_class" else 0.0
-    return kappa * (x @ w) / (x.norm() * w.norm()) + constant
-
-
-def log_bessel_ratio(kappa: float, size: int) -> mpmath.mpf:
-    """Log of C_D(kappa) / C_D(0), whose surface is 2 pi ** (D / 2) / Gamma(D / 2)."""
-    order = mpmath.mpf(size) / 2 - 1
-    kappa = mpmath.mpf(kappa)
-    constant = kappa**order / (2 * mpmath.pi) ** (order + 1) / mpmath.besseli(order, kappa)
-    return mpmath.log(constant * 2 * mpmath.pi ** (order + 1) / mpmath.gamma(order + 1))
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_probabilities_equal_their_definition(name):
-    head, states, labels = make(name)
-    prototypes = head.weight.detach().double()
-    kappas = torch.as_tensor(getattr(head, "scale", 0.0)).double().expand(V).tolist()
-    rows = [
-        torch.stack([score(name, x, w, k) for w, k in zip(prototypes, kappas, strict=True)])
-        for x in states.double()
-    ]
-    expected = torch.stack(rows).log_softmax(-1)
-    actual = head(states).log_softmax(-1)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
-    losses = -expected.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    fused = CrossEntropyLoss()(head, states, labels)
-    torch.testing.assert_close(fused.double(), losses, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [16, 17, 64, 768])
@@ -114,7 +53,7 @@ def test_the_polynomials_follow_their_recurrence():
 
 
 def test_settings_have_the_scale_that_was_learned():
-    head, _, _ = make("cosine")
+    head = CosineHead(D, V)
     torch.nn.init.constant_(head.log_scale, 2.5)
     assert head.settings() == {"name": "cosine", "scale": 12.1825, "learn_scale": True}
 

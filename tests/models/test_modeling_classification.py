@@ -119,6 +119,8 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(base, task, head):
     output.loss.backward()
     assert model.dist_head.weight.grad.abs().sum() > 0
     assert isinstance(model(**inputs, return_dict=False), tuple)
+    assert model(**inputs, labels=labels, output_logits=False).logits is None
+    assert model.train()(**inputs, labels=labels).logits is not None
 
 
 def test_the_trainer_of_transformers_keeps_token_types(base, tmp_path):

@@ -4,11 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harmonic_sft.models import (
-    AffineLogits,
-    DistanceLogits,
-    MultiHead,
-)
+from harmonic_sft.models import AffineLogits, DistanceLogits, MultiHead
+from tests.head_definitions import definition, slices
 
 D, V, N = 24, 30, 5
 INNER = {
@@ -29,47 +26,25 @@ def make(inner, num_heads, **changes):
     return head, torch.randn(N, D), torch.randint(V, (N,))
 
 
-def slice_score(settings, state, row, bias):
-    if settings["name"] == "linear":
-        return state @ row + bias
-    if settings.get("unit_sphere", True):
-        state, row = state / state.norm(), row / row.norm()
-    if settings["name"] == "cosine":
-        return settings["scale"] * (state @ row)
-    return settings["h_exp"] * torch.log((state - row).square().sum() + 1e-6)
-
-
-def definition(head, states, labels):
-    """-log of the mean of the label's probabilities, slice by slice, and all probabilities."""
-    size, losses, rows = D // head.num_heads, [], []
-    settings = head.settings()["inner"]
-    biases = head.inner.bias.double() if settings["name"] == "linear" else torch.zeros(V)
+def exact_losses(head, states, labels):
+    """-log of the mean of the label's probabilities, slice by slice, exact also where it is 0."""
+    losses = []
     for state, label in zip(states.double(), labels.tolist(), strict=True):
-        missed, probs = [], torch.zeros(V, dtype=torch.float64)
-        for start in range(0, D, size):
-            cut = slice(start, start + size)
-            scores = [
-                slice_score(settings, state[cut], row[cut], bias)
-                for row, bias in zip(head.weight.double(), biases, strict=True)
-            ]
-            scores = torch.stack(scores)
-            probs += scores.softmax(-1) / head.num_heads
+        missed = []
+        for cut in slices(head, state, head.weight.detach().double()):
+            scores = definition(head.inner, *cut)
             others = torch.cat([scores[:label], scores[label + 1 :]])
             odds = torch.exp(others - scores[label]).sum()
-            missed.append(odds / (1 + odds))  # 1 - p_y, exact also where it is tiny
+            missed.append(odds / (1 + odds))  # 1 - p_y
         losses.append(-torch.log1p(-torch.stack(missed).mean()))
-        rows.append(probs)
-    return torch.stack(losses).detach(), torch.stack(rows).detach()
+    return torch.stack(losses)
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 12])
 @pytest.mark.parametrize("inner", INNER)
-def test_probabilities_are_the_mean_of_the_slices(inner, num_heads):
+def test_losses_are_of_the_mean_of_the_slices(inner, num_heads):
     head, states, labels = make(inner, num_heads)
-    losses, probs = definition(head, states, labels)
-    logits = head(states)
-    assert logits.shape == (N, V)
-    torch.testing.assert_close(logits.double().exp(), probs, rtol=1e-4, atol=1e-6)
+    losses = exact_losses(head, states, labels)
     torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=1e-4, atol=1e-6)
 
 
@@ -78,7 +53,7 @@ def test_probabilities_are_the_mean_of_the_slices(inner, num_heads):
 def test_a_confident_loss_keeps_its_digits(inner, num_heads):
     head, _, labels = make(inner, num_heads, **({"scale": 60.0} if inner == "cosine" else {}))
     states = head.weight.detach()[labels] * (1.6 * num_heads if inner == "linear" else 1.0) + 1e-2
-    losses, _ = definition(head, states, labels)
+    losses = exact_losses(head, states, labels)
     assert 0 < losses.min() < 1e-7  # what a sum of probabilities near 1 rounds away
     torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=2e-3, atol=0)
 
@@ -138,7 +113,7 @@ def test_the_exponent_is_that_of_all_slices():
     assert head.h_exp == -7.0
     head.h_exp = -2.5
     assert {part.h_exp for part in head.lazy_logits(states).parts} == {-2.5}
-    losses, _ = definition(head, states, labels)
+    losses = exact_losses(head, states, labels)
     torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=1e-4, atol=1e-6)
     assert not head.scaled_by_h_exp
     assert make("sphere", 1)[0].scaled_by_h_exp

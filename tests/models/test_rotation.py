@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import BertConfig
 
 from harmonic_sft.models import (
@@ -11,6 +10,7 @@ from harmonic_sft.models import (
     HarmonicForMaskedLM,
     RotationHead,
 )
+from tests.head_definitions import cayley
 
 D, V, N = 8, 20, 5
 
@@ -24,38 +24,13 @@ def make(inner=None, *, turned=True):
     return head, torch.randn(N, D), torch.randint(V, (N,))
 
 
-def cayley(head):
-    """(I - B) (I + B)^-1 with B = -A / 2, A skew-symmetric, element by element in float64."""
-    original = head.skew.detach().double()
-    skew = torch.zeros(D, D, dtype=torch.float64)
-    for row in range(D):
-        for column in range(row):
-            skew[row, column] = original[row, column]
-            skew[column, row] = -original[row, column]
-    identity = torch.eye(D, dtype=torch.float64)
-    return (identity + skew / 2) @ torch.linalg.inv(identity - skew / 2)
-
-
-def test_logits_are_cosines_with_the_turned_hidden_state():
-    head, states, labels = make({"name": "cosine", "scale": 12.0})
-    matrix = cayley(head)
-    for state, logits in zip(states.double(), head(states), strict=True):
-        turned = [sum(matrix[i, j] * state[j] for j in range(D)) for i in range(D)]
-        turned = torch.stack(turned)
-        for row, logit in zip(head.weight.double(), logits, strict=True):
-            expected = 12.0 * (turned @ row) / (turned.norm() * row.norm())
-            torch.testing.assert_close(logit.double(), expected, rtol=1e-4, atol=1e-4)
-    expected = F.cross_entropy(head(states), labels, reduction="none")
-    torch.testing.assert_close(head.nll(states, labels), expected)
-
-
 @pytest.mark.parametrize("size", [0.0, 1.0, 30.0])
 def test_the_matrix_stays_a_rotation_however_far_it_is_trained(size):
     head, _, _ = make()
     with torch.no_grad():
         head.skew.mul_(size)
     matrix = head.rotation.detach().double()
-    torch.testing.assert_close(matrix, cayley(head), rtol=0, atol=2e-5)
+    torch.testing.assert_close(matrix, cayley(head.skew), rtol=0, atol=2e-5)
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(D).double(), rtol=0, atol=2e-5)
     assert torch.linalg.det(matrix) > 0.99
 
