@@ -27,6 +27,10 @@ CACHED_ROWS = 8
 NUM_COLUMNS = 5  # before the normalizers: label, rank, prediction, cosine, margin
 
 
+class DivergedError(ValueError):
+    """Logits are not finite."""
+
+
 class TokenScores(NamedTuple):
     """What is known of every scored token, from which all metrics are computed."""
 
@@ -173,7 +177,8 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
         `post_hoc_inverse_temperature`.
 
     Raises:
-        ValueError: No token is labelled, or scores are not finite.
+        ValueError: No token is labelled.
+        DivergedError: Scores are not finite.
 
     Source:
         Guo et al. 2017, On Calibration of Modern Neural Networks, arXiv:1706.04599, Sec. 4.2.
@@ -182,7 +187,7 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
     if tokens == 0:
         raise ValueError("evaluation: expected labelled tokens, got none. Give more documents")
     if bad := int((~np.isfinite(scores.normalizers).all(-1)).sum()):
-        raise ValueError(
+        raise DivergedError(
             f"evaluation: expected finite logits, got others for {bad:,} of {tokens:,} tokens. The "
             "weights have diverged (lower the learning rate), are damaged, or their precision is "
             "too low"

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import shutil
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -24,6 +25,7 @@ from transformers import (
 )
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
+    HPSearchBackend,
     TrainOutput,
     align_special_tokens,
     has_length,
@@ -32,6 +34,7 @@ from transformers.trainer_utils import (
 from harmonic_sft.data.batches import EpochSampler, MaskedRows
 from harmonic_sft.data.row_maker import rows_digest
 from harmonic_sft.data.streams import StreamedRows
+from harmonic_sft.eval.scoring import DivergedError
 from harmonic_sft.hub.run_folder import read_tensors
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.models.backbones import load_checked
@@ -39,7 +42,7 @@ from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, changed
-from harmonic_sft.training.callbacks import TERMINATED, TerminationCallback
+from harmonic_sft.training.callbacks import TERMINATED, StoppedError, TerminationCallback
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
     check_continues,
@@ -190,8 +193,22 @@ class ResumableTrainer(Trainer):
                 raise holds_a_run(folder)
             self.claim_output_folder(resume=checkpoint is not None)
             self._last_trained = folder
-        with self.at_work():
-            return self.train_from(checkpoint, trial, ignore_keys_for_eval)
+        is_search = trial is not None and self.hp_search_backend == HPSearchBackend.OPTUNA
+        try:
+            with self.at_work():
+                output = self.train_from(checkpoint, trial, ignore_keys_for_eval)
+                if is_search and self.objective is None:  # before the folder is unlocked
+                    self.objective = self.compute_objective(self.evaluate())
+                return output
+        except (StoppedError, DivergedError) as error:
+            if not is_search:
+                raise
+            if self.args.process_index > 0:  # the first process tells the search
+                self.objective = math.nan
+                return TrainOutput(self.state.global_step, math.nan, {})
+            import optuna
+
+            raise optuna.TrialPruned(str(error)) from error  # so that other trials follow
 
     def train_from(
         self,
@@ -329,9 +346,8 @@ class ResumableTrainer(Trainer):
             save_neighbors(folder, self.model.loss_fn)
             is_part = has_lora(self.model) or self.args.save == "trainable"
             is_quantized = quantization_method(self.model.config) is not None
-            # Once: it takes seconds. Whole quantized weights change as they are used.
             if self._frozen is None and (is_part or not is_quantized):
-                self._frozen = frozen_sha256(self.model)
+                self._frozen = frozen_sha256(self.model)  # once: it takes seconds
             write_manifest(
                 folder,
                 rows_per_step=rows_per_step(self.args),

@@ -13,7 +13,6 @@ from transformers import (
     DataCollatorForTokenClassification,
     default_data_collator,
 )
-from transformers.trainer_utils import BestRun
 
 from harmonic_sft import (
     HarmonicForMaskedLM,
@@ -134,25 +133,26 @@ def train(base: Path, text_file: Path, folder: Path, processes: int = 1) -> dict
     return found
 
 
-def search(trainer: HarmonicTrainer, name: str, values: list, **options) -> BestRun | None:
-    """Try every value of an argument, and return the best, which the first process alone knows."""
-    return trainer.hyperparameter_search(
-        lambda trial: {name: trial.suggest_categorical(name, values)},
-        n_trials=len(values),
-        backend="optuna",
-        sampler=optuna.samplers.GridSampler({name: values}, seed=0),
-        **options,
+def search(base: Path, text_file: Path, folder: Path) -> dict | None:
+    """Search among two learning rates, with one of which training diverges."""
+    texts = load_dataset("text", data_files=str(text_file), split="train").select(range(17))
+    rates = {"learning_rate": [1e30, 1e-3]}
+    settings = {"context_length": 24, "disable_tqdm": True, "use_cpu": True, "report_to": "none"}
+    args = HarmonicTrainingArguments(
+        str(folder / "search"), max_steps=4, save_strategy="no", **settings
     )
+    trainer = HarmonicTrainer(str(base), args, train_dataset=texts, eval_dataset=texts)
+    best = trainer.hyperparameter_search(
+        lambda trial: {name: trial.suggest_categorical(name, rates[name]) for name in rates},
+        n_trials=2,
+        backend="optuna",
+        sampler=optuna.samplers.GridSampler(rates, seed=0),
+    )
+    return best and best.hyperparameters  # the first process alone knows it
 
 
 def write(words: list[str], rank: int) -> None:
     """Train in one of two processes, on a base and a text, and leave in a folder what is found."""
     base, text_file, folder = map(Path, words)
-    found = train(base, text_file, folder, 2)
-    texts = load_dataset("text", data_files=str(text_file), split="train").select(range(17))
-    options = {"context_length": 24, "disable_tqdm": True, "use_cpu": True, "report_to": "none"}
-    args = HarmonicTrainingArguments(str(folder / "search"), max_steps=4, **options)
-    trainer = HarmonicTrainer(str(base), args, train_dataset=texts, eval_dataset=texts)
-    best = search(trainer, "learning_rate", [1e-3, 1e-3])
-    found["best"] = best and best.hyperparameters
+    found = {**train(base, text_file, folder, 2), "best": search(base, text_file, folder)}
     (folder / f"{rank}.json").write_text(json.dumps(found))

@@ -54,7 +54,10 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
 
 
 def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file, launch):
-    """After an evaluation of the logits, on the user's rows, on numbers, with the user's loss."""
+    """After an evaluation of the logits, on the user's rows, on numbers, with the user's loss.
+
+    A search goes on after a trial that diverges.
+    """
     one = python_session.train(tiny_base, text_file, tmp_path / "one")
     folder = tmp_path / "two"
     folder.mkdir()

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import optuna
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, interleave_datasets
@@ -48,7 +49,6 @@ from harmonic_sft.training.master_weights import MasterWeightsAdamW
 from harmonic_sft.training.preparation import task_of
 from harmonic_sft.training.run import check_run
 from tests.training.conftest import logged, losses, trained
-from tests.training.python_session import search
 
 AS_IN_YAML = {
     "per_device_train_batch_size": 8,
@@ -499,6 +499,16 @@ def test_rows_go_to_a_collator_of_the_user_as_they_are(texts, make, tokenizer):
     assert len(losses(trainer)) == 4
 
 
+def test_a_collator_that_cannot_take_text_is_told_of_it(texts, make, tokenizer):
+    rows = texts.map(lambda batch: tokenizer(batch["text"]), batched=True)
+    trainer = make(data_collator=DataCollatorForLanguageModeling(tokenizer), train_dataset=rows)
+    with pytest.raises(ValueError, match="Unable to create tensor") as error:
+        trainer.train()
+    assert error.value.__notes__ == [
+        "data_collator: its rows have text. Try remove_columns(['text'])"
+    ]
+
+
 def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, make):
     lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["dist_head"])
     trainer = make(arguments(), peft_config=lora)
@@ -662,7 +672,13 @@ def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, argume
         found.append((trainer.model.h_exp, metrics["eval_loss"]))
         return metrics["eval_loss"]
 
-    best = search(trainer, "learning_rate", [2e-2, 2e-2], compute_objective=objective)
+    best = trainer.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 2e-2, 2e-2)},
+        compute_objective=objective,
+        n_trials=2,
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
     assert found[0] == found[1]
     assert best.objective == found[0][1]
     for name, value in best.hyperparameters.items():
@@ -672,8 +688,9 @@ def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, argume
     assert trainer.evaluate()["eval_loss"] == best.objective
     assert "learning_rate: 0.02" in Path(trainer.args.output_dir, "run.yaml").read_text()
     ours = HarmonicForMaskedLM.from_base(str(tiny_base))
+    fixed = make(model=ours)
     with pytest.raises(ValueError, match="model: expected a name for a hyper-parameter search"):
-        search(make(model=ours), "learning_rate", [2e-2])
+        fixed.hyperparameter_search(n_trials=1)
 
 
 def test_a_loaded_model_trains_on_the_loss_of_the_arguments_or_on_its_users_own(
@@ -697,11 +714,22 @@ def test_a_loaded_model_trains_on_the_loss_of_the_arguments_or_on_its_users_own(
     assert caplog.messages[-1].startswith("The router's own loss, which output_router_logits asks")
 
 
-@pytest.mark.parametrize("max_steps", [4, 1], ids=["in a step", "in an evaluation"])
-def test_a_search_can_go_on_after_a_trial_that_diverges(texts, arguments, make, max_steps):
-    trainer = make(arguments(max_steps=max_steps), eval_dataset=texts.select(range(10)))
-    errors = (RuntimeError, ValueError)  # as docs/python.md says
-    best = search(trainer, "learning_rate", [1e30, 1e-3], catch=errors)
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_steps": 4}, {"max_steps": 1}, {"max_steps": 1, "eval_strategy": "steps"}],
+    ids=["in a step", "in the last step", "in an evaluation"],
+)
+def test_a_search_goes_on_after_a_trial_that_diverges(texts, arguments, make, fields):
+    def space(trial):
+        return {"learning_rate": trial.suggest_categorical("learning_rate", [1e30, 1e-3])}
+
+    trainer = make(arguments(**fields), eval_dataset=texts.select(range(10)))
+    best = trainer.hyperparameter_search(
+        hp_space=space,
+        n_trials=2,
+        backend="optuna",
+        sampler=optuna.samplers.GridSampler({"learning_rate": [1e30, 1e-3]}, seed=0),
+    )
     assert best.hyperparameters["learning_rate"] == 1e-3
 
 
@@ -712,23 +740,30 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
         def on_step_end(self, args, state, control, **kwargs):
             seen[args.h_exp] = kwargs["model"].h_exp
 
-    def try_all(name, values):
-        options = {"eval_dataset": texts.select(range(10)), "callbacks": [Seen()]}
-        trainer = make(arguments(name, h_exp=-12, mask=0.2, max_steps=1), **options)
-        search(trainer, name, values)
+    def search(name, values):
+        def space(trial):
+            return {name: trial.suggest_categorical(name, values)}
 
-    try_all("h_exp", [-4.0, -8.5, -20.0])
+        options = {"eval_dataset": texts.select(range(10)), "callbacks": [Seen()]}
+        make(arguments(name, h_exp=-12, mask=0.2, max_steps=1), **options).hyperparameter_search(
+            hp_space=space,
+            n_trials=len(values),
+            backend="optuna",
+            sampler=optuna.samplers.GridSampler({name: values}, seed=0),
+        )
+
+    search("h_exp", [-4.0, -8.5, -20.0])
     assert seen == {value: value for value in (-4.0, -8.5, -20.0)}
-    try_all("max_steps", [1.0])  # a whole number
-    try_all("learning_rate", ["1e-3"])  # a text may be one
-    try_all("dropout", [0.0])  # the old value has no type
+    search("max_steps", [1.0])  # a whole number
+    search("learning_rate", ["1e-3"])  # a text may be one
+    search("dropout", [0.0])  # the old value has no type
     for name, value in (("mask", 0.5), ("seed", 1)):
         with pytest.raises(
             ValueError, match=rf"hp_space: expected the rows .* got other \['{name}"
         ):
-            try_all(name, [value])
+            search(name, [value])
     with pytest.raises(ValueError, match=r"hp_space.lr: expected .* Did you mean 'learning_rate'"):
-        try_all("lr", [1e-3])
+        search("lr", [1e-3])
 
 
 @pytest.mark.parametrize(("h_exp", "is_said"), [(None, True), (-12.0, False)])

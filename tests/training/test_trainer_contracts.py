@@ -6,6 +6,7 @@ import signal
 from unittest.mock import Mock
 
 import numpy as np
+import optuna
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -22,7 +23,6 @@ from harmonic_sft.data import chat
 from harmonic_sft.training import trainer as trainer_module
 from harmonic_sft.training.batches import split_batch
 from harmonic_sft.training.callbacks import LabeledProgress, StoppedError
-from tests.training.python_session import search
 
 
 def mean_loss(outputs, labels, num_items_in_batch=None):
@@ -130,10 +130,15 @@ def test_a_search_minimizes_the_users_loss_or_that_at_the_best_exponent(
     options = {"compute_loss_func": mean_loss} if has_own_loss else {}
     held_out = texts.select(range(20))
     trainer = make(arguments(max_steps=1), eval_dataset=held_out, callbacks=[Seen()], **options)
-    best = search(trainer, "learning_rate", [1e-3])
+    best = trainer.hyperparameter_search(
+        lambda trial: {"learning_rate": trial.suggest_categorical("learning_rate", [1e-3])},
+        n_trials=1,
+        backend="optuna",
+        sampler=optuna.samplers.RandomSampler(seed=0),
+    )
     assert best.objective == seen[-1]
     with pytest.raises(ValueError, match="compute_objective: expected one for several data sets"):
-        search(make(arguments("sets"), eval_dataset={"a": held_out}), "learning_rate", [1e-3])
+        make(arguments("sets"), eval_dataset={"a": held_out}).hyperparameter_search(n_trials=1)
 
 
 def test_a_stream_is_read_from_its_start_by_every_training(texts, arguments, make):
