@@ -78,6 +78,9 @@ SMALL = {
 PROGRAMS = "harmonic-sft|accelerate|make|pip|hf|uv|python3?"
 LAUNCH = "accelerate launch (-q )?scripts/sft.py"  # the launcher has tests of its own
 CANNOT_RUN = {  # beginning of a command: why
+    "accelerate launch --config_file configs/accelerate/multi_gpu.yaml -m experiments": (
+        "needs ImageNet; tests/experiments/harmonic_loss/test_imagenet.py takes a few steps"
+    ),
     "harmonic-sft verify": "minutes; tests/training/test_verify.py runs it in small",
     "hf auth login": "asks for a token",
     "make ": "installs packages; some targets take minutes",

@@ -499,16 +499,6 @@ def test_rows_go_to_a_collator_of_the_user_as_they_are(texts, make, tokenizer):
     assert len(losses(trainer)) == 4
 
 
-def test_a_collator_that_cannot_take_text_is_told_of_it(texts, make, tokenizer):
-    rows = texts.map(lambda batch: tokenizer(batch["text"]), batched=True)
-    trainer = make(data_collator=DataCollatorForLanguageModeling(tokenizer), train_dataset=rows)
-    with pytest.raises(ValueError, match="Unable to create tensor") as error:
-        trainer.train()
-    assert error.value.__notes__ == [
-        "data_collator: its rows have text. Try remove_columns(['text'])"
-    ]
-
-
 def test_lora_of_peft_trains_and_what_cannot_be_merged_is_refused(arguments, make):
     lora = LoraConfig(r=2, target_modules=["query"], modules_to_save=["dist_head"])
     trainer = make(arguments(), peft_config=lora)
