@@ -24,8 +24,7 @@ class WassersteinLoss(Loss):
     The target is a Dirac, so the optimal plan is forced and W2 ** 2 = sum_j p_j |e_j - e_y| ** 2.
 
     With `top_k` the prediction is the softmax over the most probable classes and the label alone:
-    a distribution again. Merely cutting the sum would make the tail a place without cost, and the
-    gradient would move probability there.
+    in a sum merely cut, the tail would cost nothing, and the gradient would move probability there.
 
     Matrix products of N x V x D multiplications (a cross-entropy has 3): 4 with a fixed ground and
     6 with a moving one, a cross-entropy beside it in a sum included; 3 with `top_k`.

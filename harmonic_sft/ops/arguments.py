@@ -12,52 +12,31 @@ from harmonic_sft.ops.options import TokenMetrics, check_labels
 class Arguments(NamedTuple):
     """The arguments of the operator, flat and in the order of its schema.
 
-    Attributes:
-        hidden_states: `[N, D]`.
-        prototypes: `[V, D]`.
-        class_bias: `[V]` or None.
-        h_exp: Below 0, without an axis; unused by a linear head. A tensor, since a graph of
-            torch.compile would hold a number fast and be compiled again when it changes.
-        second_weight: `[V, E]` or None: the teacher's weight, or the points of the transport.
-        labels: `[N]`, or `[N, K]` with `target_weights`.
-        target_weights: `[N, K]` or None.
-        token_weights: `[N]` or None.
-        second_states: `[N, E]` or None, what the teacher's weight multiplies.
-        second_bias: `[V]` or None, of the teacher.
-        mix: `[2]` float64 on the CPU: factors of the cross-entropy and of the second loss.
-        stage: Name of the row-wise stage, a key of `STAGES`.
-        kind: "linear", "euclidean" or "sphere".
-        eps: Added to the squared distance.
-        label_smoothing: Share of the target spread evenly over all classes.
-        z_loss: Factor of the squared log-normalizer.
-        num_heads: How many slices of the columns have a softmax of their own.
-        needs: Which of the first five arguments get gradients.
-        early: Make the gradients in the forward pass.
-        with_metrics: Also measure `TokenMetrics`.
-        impl: "chunked" or "triton".
+    `h_exp` is a tensor, since a graph of torch.compile would hold a number fast and be compiled
+    again when it changes. Options are those of `LossOptions`.
     """
 
-    hidden_states: Tensor
-    prototypes: Tensor
-    class_bias: Tensor | None
-    h_exp: Tensor
-    second_weight: Tensor | None
-    labels: Tensor
-    target_weights: Tensor | None
-    token_weights: Tensor | None
-    second_states: Tensor | None
-    second_bias: Tensor | None
-    mix: Tensor
-    stage: str
-    kind: str
-    eps: float
+    hidden_states: Tensor  # [N, D]
+    prototypes: Tensor  # [V, D]
+    class_bias: Tensor | None  # [V]
+    h_exp: Tensor  # below 0, without an axis; unused by a linear head
+    second_weight: Tensor | None  # [V, E], the teacher's weight, or the points of the transport
+    labels: Tensor  # [N], or [N, K] with `target_weights`
+    target_weights: Tensor | None  # [N, K]
+    token_weights: Tensor | None  # [N]
+    second_states: Tensor | None  # [N, E], what the teacher's weight multiplies
+    second_bias: Tensor | None  # [V], of the teacher
+    mix: Tensor  # [2] float64 on the CPU, factors of the cross-entropy and of the second loss
+    stage: str  # a key of `STAGES`
+    kind: str  # "linear", "euclidean" or "sphere"
+    eps: float  # added to the squared distance
     label_smoothing: float
     z_loss: float
-    num_heads: int
-    needs: tuple[bool, ...]
-    early: bool
-    with_metrics: bool
-    impl: str
+    num_heads: int  # slices of the columns with a softmax of their own
+    needs: tuple[bool, ...]  # which of the first five arguments get gradients
+    early: bool  # make the gradients in the forward pass
+    with_metrics: bool  # also measure `TokenMetrics`
+    impl: str  # "chunked" or "triton"
 
     def needs_gradient(self, name: str) -> bool:
         """Whether one of the first five arguments gets a gradient."""
@@ -82,29 +61,19 @@ def kept_dtype(leaf: Tensor) -> torch.dtype:
 class Results(NamedTuple):
     """What the operator returns; a tensor that was not asked for is empty.
 
-    Attributes:
-        loss: `[N]`.
-        log_probs: `[N]`, metric.
-        log_normalizer: `[N]`, metric.
-        entropy: `[N]`, metric.
-        predictions: `[N]`, metric.
-        grad_h_exp: `[N]`, of the loss of each token.
-        grad_hidden_states: `[N, D]`; this and the following are gradients of the summed losses.
-        grad_prototypes: `[V, D]`.
-        grad_class_bias: `[V]`.
-        grad_second_weight: `[V, E]`.
+    The gradients but that of `h_exp` are those of the summed losses.
     """
 
-    loss: Tensor
-    log_probs: Tensor
-    log_normalizer: Tensor
-    entropy: Tensor
-    predictions: Tensor
-    grad_h_exp: Tensor
-    grad_hidden_states: Tensor
-    grad_prototypes: Tensor
-    grad_class_bias: Tensor
-    grad_second_weight: Tensor
+    loss: Tensor  # [N]
+    log_probs: Tensor  # [N], this and the next three are metrics
+    log_normalizer: Tensor  # [N]
+    entropy: Tensor  # [N]
+    predictions: Tensor  # [N]
+    grad_h_exp: Tensor  # [N], of the loss of each token
+    grad_hidden_states: Tensor  # [N, D]
+    grad_prototypes: Tensor  # [V, D]
+    grad_class_bias: Tensor  # [V]
+    grad_second_weight: Tensor  # [V, E]
 
     @property
     def gradients(self) -> tuple[Tensor, ...]:

@@ -20,65 +20,44 @@ class Chunk:
 
     Off the pairs dL/dlogit_j = mass * p_j + second * s_j - floor, with the stage's second weights
     s_j; `CrossEntropyStage.log_share` says what they are divided by.
-
-    Attributes:
-        tokens: Where they stand among the N.
-        placed: `[T, D]`, hidden states as the geometry compares them.
-        inverse: `[T, 1]`, 1 / |x| on the sphere; None elsewhere.
-        unit: `[T, 1]`, of squared distances (`Geometry.unit`); 1 for a linear head.
-        row_terms: `[T, 1]`, what the squared distances of a token have in common; None for 0.
-        near_limits: `[T, 1]`, squared distances below which a prototype is near.
-        labels: `[T, K]`, columns; -1 where padded or repeated.
-        log_scale: `[tiles, T]`, the largest logit of each tile, or near it.
-        sums: `[tiles, T]`, of e.
-        moments: `[3, tiles, T]` or None: sums of e * log e, of e * bias, and of the biases.
-        logit_sums: `[tiles, T]` or None, of the logits.
-        best: `[tiles, T]` or None, the column of the largest logit.
-        nearest: `[tiles, T]` or None, the least d2 + eps of each tile.
-        second_sums: `[R, tiles, T]`, the sums that a stage with a second loss needs.
-        columns: `[T, S]`, the classes of the pairs; -1 where there is no pair.
-        absent: `[T, S]`, where there is no pair.
-        squared: `[T, S]`, d2 + eps of the pairs of distances.
-        logs: `[T, S]`, log(squared / unit) of distances; 0 where there is no pair.
-        logits: `[T, S]`, h_exp * logs + bias, or the linear logit; -inf where there is no pair.
-        log_normalizer: `[T]`, logsumexp over all classes, distances in `unit`.
-        log_probs: `[T, K]`, of the labels; -inf where there is none. Accurate also when p is close
-            to 1, so that 1 - p is.
-        saved: `[T]`, of a second loss: the teacher's log-normalizer, or the mean cost of transport.
-        mass: `[T]`, the factor of p_j.
-        target: `[T, K]`: at a label dL/dlogit = mass * p - target, besides second and floor.
-        rest: `[T, K]`, mass - target.
-        floor: `[T]`, what label smoothing subtracts at every class.
-        second: `[T]`, the factor of s_j, or None without a second loss.
     """
 
-    tokens: slice
-    placed: Tensor
-    inverse: Tensor | None
-    unit: Tensor
-    row_terms: Tensor | None
-    near_limits: Tensor
-    labels: Tensor
-    log_scale: Tensor = field(init=False)
-    sums: Tensor = field(init=False)
-    moments: Tensor | None = None
-    logit_sums: Tensor | None = None
-    best: Tensor | None = None
-    nearest: Tensor | None = None
-    second_sums: Tensor = field(init=False)
-    columns: Tensor = field(init=False)
-    absent: Tensor = field(init=False)
-    squared: Tensor = field(init=False)
-    logs: Tensor = field(init=False)
-    logits: Tensor = field(init=False)
-    log_normalizer: Tensor = field(init=False)
+    tokens: slice  # where they stand among the N
+    placed: Tensor  # [T, D], hidden states as the geometry compares them
+    inverse: Tensor | None  # [T, 1], 1 / |x| on the sphere; None elsewhere
+    unit: Tensor  # [T, 1], of squared distances (`Geometry.unit`); 1 for a linear head
+    row_terms: Tensor | None  # [T, 1], what a token's squared distances have in common; None for 0
+    near_limits: Tensor  # [T, 1], squared distances below which a prototype is near
+    labels: Tensor  # [T, K], columns; -1 where padded or repeated
+
+    # Of the tiles, None where not asked for.
+    log_scale: Tensor = field(init=False)  # [tiles, T], the largest logit, or near it
+    sums: Tensor = field(init=False)  # [tiles, T], of e
+    moments: Tensor | None = None  # [3, tiles, T], sums of e * log e, of e * bias, of the biases
+    logit_sums: Tensor | None = None  # [tiles, T]
+    best: Tensor | None = None  # [tiles, T], the column of the largest logit
+    nearest: Tensor | None = None  # [tiles, T], the least d2 + eps
+    second_sums: Tensor = field(init=False)  # [R, tiles, T], for a stage with a second loss
+
+    # Of the pairs.
+    columns: Tensor = field(init=False)  # [T, S], their classes; -1 where there is no pair
+    absent: Tensor = field(init=False)  # [T, S], where there is no pair
+    squared: Tensor = field(init=False)  # [T, S], d2 + eps of distances
+    logs: Tensor = field(init=False)  # [T, S], log(squared / unit); 0 where there is no pair
+    logits: Tensor = field(init=False)  # [T, S], with the bias; -inf where there is no pair
+
+    log_normalizer: Tensor = field(init=False)  # [T], over all classes, distances in `unit`
+    # [T, K], of the labels; -inf where there is none. Accurate also when p is close to 1, so that
+    # 1 - p is.
     log_probs: Tensor = field(init=False)
-    saved: Tensor = field(init=False)
-    mass: Tensor = field(init=False)
-    target: Tensor = field(init=False)
-    rest: Tensor = field(init=False)
-    floor: Tensor = field(init=False)
-    second: Tensor | None = None
+    saved: Tensor = field(init=False)  # [T], the teacher's log-normalizer, or the mean cost
+
+    # Factors of the gradients.
+    mass: Tensor = field(init=False)  # [T], of p_j
+    target: Tensor = field(init=False)  # [T, K], dL/dlogit of a label is mass * p - target
+    rest: Tensor = field(init=False)  # [T, K], mass - target
+    floor: Tensor = field(init=False)  # [T], what label smoothing subtracts at every class
+    second: Tensor | None = None  # [T], of s_j; None without a second loss
 
     def reserve(
         self,
@@ -90,16 +69,7 @@ class Chunk:
         num_sums: int = 0,
         ratios: bool = False,
     ) -> None:
-        """Make room for what the tiles write.
-
-        Args:
-            num_tiles: How many there are.
-            measure: Also for moments.
-            best: Also for the best columns.
-            smoothed: Also for the sums of the logits.
-            num_sums: R, how many sums the stage asks for.
-            ratios: Also for the least distances.
-        """
+        """Make room for what the tiles write: `measure` for moments, `ratios` for `nearest`."""
         shape, new_empty = (num_tiles, len(self.placed)), self.placed.new_empty
         self.log_scale, self.sums = new_empty(shape), new_empty(shape)
         self.moments = new_empty(3, *shape) if measure else None

@@ -16,8 +16,7 @@ from harmonic_sft.ops.tiles import TorchTiles
 from harmonic_sft.ops.workers import Workers, cpu_workers
 
 # A chunk keeps `[chunk, V]` weights for the gradients. Each chunk reads and writes the gradient
-# [V, D], so that few large ones are fast: with 192 rows a linear head took 1.37 times its products
-# where these are fast (AVX-512), with 393 rows, 48 MB of BERT's vocabulary, 1.23 times.
+# [V, D], so that few large ones are fast. 48 MB are 393 rows of BERT's vocabulary.
 KEPT_ROWS, KEPT_BYTES, MIN_ROWS = 768, 48 * 10**6, 64
 LOOSE_ROWS = 256  # of chunks that keep no weights, since no gradients are made
 # On a GPU each chunk converts all prototypes and adds to the gradient of all, so that few large

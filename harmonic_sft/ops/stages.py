@@ -29,22 +29,14 @@ class CrossEntropyStage:
 
     Args:
         arguments: The arguments of the call.
-
-    Attributes:
-        num_sums: How many sums of each tile a second loss needs; 0 without a second loss.
-        reads_logits: Whether a second loss needs the sum of weight * logit.
-        points: Those of a transport, None for other losses.
-        labels: `[N, K]`, -1 where padded or repeated.
-        target: `[N, K]`, probabilities of the labels.
-        h_exp: The exponent; a tensor of no axis where reading it would halt a device.
     """
 
-    num_sums = 0
-    reads_logits = False
-    points: Geometry | None = None
+    num_sums = 0  # of each tile, that a second loss needs
+    reads_logits = False  # whether a second loss needs the sum of weight * logit
+    points: Geometry | None = None  # of a transport
 
     def __init__(self, arguments: Arguments):
-        self.labels, self.target = read_target(arguments)
+        self.labels, self.target = read_target(arguments)  # [N, K]
         check_bias(arguments)
         self.h_exp = read_exponent(arguments)
         self.smoothing, self.z_loss = arguments.label_smoothing, arguments.z_loss
