@@ -1,4 +1,4 @@
-"""Squared 2-Wasserstein distances over the prototypes: to the label, and to a reference policy."""
+"""Squared 2-Wasserstein distance over the prototypes, from the prediction to the label."""
 
 from typing import Literal
 
@@ -13,8 +13,6 @@ from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import by_chunks, chunked_loss
-
-NOTHING = 1e-12  # total variation below which distributions are the same
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -152,46 +150,3 @@ def _truncated_cost(logits: Tensor, points: Tensor, columns: Tensor) -> Tensor:
     probs = logits.masked_fill(again, -torch.inf).softmax(-1)
     costs = _squared_gaps(points, points[:, :1])  # [N, 1 + K]
     return (probs * costs).sum(-1)
-
-
-def w2_penalty(policy_logits: Tensor, reference_logits: Tensor, prototypes: Tensor) -> Tensor:
-    """Return an upper bound of the squared 2-Wasserstein distance of two next-token distributions.
-
-    In place of a KL divergence. Experimental: nobody has trained a large model with it.
-
-    What both distributions give a token stays there, and what the policy has given up goes to what
-    it has gained in proportion (the maximal coupling, its rest independent): with a = (p - r)+,
-    b = (r - p)+ and their common sum t the bound is sum_jk a_j b_k |e_j - e_k| ** 2 / t. It is 0
-    where the distributions agree, and exact where one of them is a Dirac or only two tokens differ:
-    moving to a token nearby then costs little, which a KL divergence does not see. Where many
-    tokens differ it is far above the distance, since each part goes to all that have gained: ten
-    words that each move to a synonym cost nearly as much as moves to unrelated words. Two products
-    of N x V x D multiplications instead of a transport problem.
-
-    Args:
-        policy_logits: `[N, V]`, p; gradients flow through them.
-        reference_logits: `[N, V]`, r; none do.
-        prototypes: `[V, D]`, where the tokens are, such as `head.prototypes`; none do.
-
-    Returns:
-        `[N]`, in squared units of the prototypes.
-
-    Source:
-        Maximal coupling: Lindvall 1992, Lectures on the Coupling Method, Sec. I.5. As a penalty:
-        the open question of the geometry note, whether the KL divergence of preference training
-        can be a Wasserstein expectation.
-    """
-    wide = torch.promote_types(policy_logits.dtype, torch.float32)
-    with torch.autocast(policy_logits.device.type, enabled=False):
-        policy = policy_logits.to(wide).softmax(-1)
-        reference = reference_logits.detach().to(wide).softmax(-1)
-        change, points = policy - reference, prototypes.detach().to(wide)
-        gained, given_up = change.clamp_min(0), (-change).clamp_min(0)
-        moved = gained.sum(-1)  # [N], the total variation
-        # Only differences count, and a common mean takes their digits.
-        points = points - points.mean(0)
-        squares = points.square().sum(-1)  # [V]
-        # Where nothing moved the last term is 0 / 0, and near there the slope of 1 / t overflows.
-        inverse = torch.where(moved > NOTHING, moved, 1.0).reciprocal()
-        cross = torch.linalg.vecdot(gained @ points, given_up @ points) * inverse
-        return (gained + given_up) @ squares - 2 * cross
