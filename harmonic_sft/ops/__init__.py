@@ -1,5 +1,6 @@
 """Fused losses: the same numbers as the heads give, without the [N, V] matrix of logits."""
 
+from harmonic_sft.ops.arguments import Impl, LossOptions, Reduction, TokenMetrics
 from harmonic_sft.ops.cross_entropy import (
     chunked_loss,
     distance_cross_entropy,
@@ -7,7 +8,6 @@ from harmonic_sft.ops.cross_entropy import (
 )
 from harmonic_sft.ops.dense_chunks import by_chunks
 from harmonic_sft.ops.engine import workspace_bytes
-from harmonic_sft.ops.options import Impl, LossOptions, Reduction, TokenMetrics
 
 __all__ = [
     "Impl",

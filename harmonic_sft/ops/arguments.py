@@ -1,12 +1,56 @@
-"""The arguments and the results of the operator, and how the arguments are read."""
+"""What a fused loss takes and returns, for its callers and as an operator; how it is checked."""
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from harmonic_sft.ops.options import TokenMetrics, check_labels
+Impl = Literal["auto", "reference", "chunked", "triton"]
+Reduction = Literal["none", "sum", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossOptions:
+    """The rare options of the fused losses.
+
+    Attributes:
+        token_weights: `[N]`, factors of the tokens' losses; not differentiated.
+        class_bias: `[V]`, added to the logits (a log prior); may require gradients.
+        target_weights: `[N, K]`, the target's probabilities of labels `[N, K]`; not
+            differentiated. A weight of 0 with label -1 pads. Repeated labels add up.
+        label_smoothing: Share of the target spread evenly over all classes, from 0 to 1.
+        z_loss: Adds `z_loss * logsumexp(logits) ** 2` to the loss of each token.
+        gradients: "forward" makes them beside the loss, with three matrix products in all;
+            "recompute" makes them in the backward pass, which starts again: a fourth product, and
+            no gradient is held in between. An upstream gradient that differs between tokens
+            recomputes anyway.
+    """
+
+    token_weights: Tensor | None = None
+    class_bias: Tensor | None = None
+    target_weights: Tensor | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    gradients: Literal["forward", "recompute"] = "forward"
+
+
+class TokenMetrics(NamedTuple):
+    """What the loss pass knows of each token; not differentiable.
+
+    Attributes:
+        log_probs: `[N]`, log-probability of the target in nats (its mean under a soft target).
+        log_normalizer: `[N]`, logsumexp of the logits.
+        entropy: `[N]`, of the predicted distribution, in nats.
+        predictions: `[N]`, the most probable class: the nearest prototype if there is no bias.
+    """
+
+    log_probs: Tensor
+    log_normalizer: Tensor
+    entropy: Tensor
+    predictions: Tensor
 
 
 class Arguments(NamedTuple):
@@ -84,6 +128,119 @@ class Results(NamedTuple):
     def metrics(self) -> TokenMetrics:
         """The metrics of each token."""
         return TokenMetrics(self.log_probs, self.log_normalizer, self.entropy, self.predictions)
+
+
+def check_inputs(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, options: LossOptions, impl: str
+) -> None:
+    """Refuse inputs that do not fit together.
+
+    Raises:
+        ValueError: Shapes, dtypes, devices or an option are off.
+    """
+    check_choice("impl", impl, get_args(Impl))
+    if hidden_states.dim() != 2:
+        raise ValueError(f"hidden_states: expected [N, D], got {list(hidden_states.shape)}")
+    hidden_size = hidden_states.shape[1]
+    if prototypes.dim() != 2 or prototypes.shape[1] != hidden_size:
+        raise ValueError(f"prototypes: expected [V, {hidden_size}], got {list(prototypes.shape)}")
+    if 0 in prototypes.shape:
+        raise ValueError(
+            "prototypes: expected at least one class and one dimension, "
+            f"got {list(prototypes.shape)}"
+        )
+    for name, tensor in {"hidden_states": hidden_states, "prototypes": prototypes}.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name}: expected a floating dtype, got {tensor.dtype}")
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels: expected torch.int64, got {labels.dtype}")
+    _check_options(hidden_states, prototypes, labels, options)
+    others = {
+        "prototypes": prototypes,
+        "labels": labels,
+        "token_weights": options.token_weights,
+        "class_bias": options.class_bias,
+        "target_weights": options.target_weights,
+    }
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != hidden_states.device:
+            raise ValueError(
+                f"{name}: expected device {hidden_states.device} of hidden_states, "
+                f"got {tensor.device}"
+            )
+
+
+def check_count(labels: Tensor, num_rows: int) -> None:
+    """Refuse more or fewer labels `[N]` or `[N, K]` than rows.
+
+    Raises:
+        ValueError: There are. Not looked at in compiled code.
+    """
+    if not torch.compiler.is_compiling() and len(labels) != num_rows:
+        raise ValueError(f"labels: expected {num_rows}, one for each row, got {len(labels)}")
+
+
+def check_labels(labels: Tensor, *, num_rows: int, num_classes: int, least: int = 0) -> None:
+    """Refuse labels `[N]` that are not one class for each row, unless CUDA would have to wait.
+
+    `[N, K]` are as many for each row; a `least` of -1 lets pads pass. Those inside
+    `torch.func.vmap` are not looked at.
+
+    Raises:
+        ValueError: There are more or fewer, or one is no class.
+    """
+    check_count(labels, num_rows)
+    is_known = labels.device.type != "cuda" and not isinstance(labels, FakeTensor)
+    if torch.compiler.is_compiling() or not is_known or not num_rows:
+        return
+    try:
+        found, most = int(labels.min()), int(labels.max())
+    except RuntimeError:  # inside `torch.func.vmap` they have no values
+        return
+    if found < least or most >= num_classes:
+        raise ValueError(
+            f"labels: expected values from {least} to {num_classes - 1}, got {found} to {most}. "
+            "Drop ignored positions first"
+        )
+
+
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Refuse a value that is not one of those allowed.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {list(allowed)}, got {value!r}")
+
+
+def _check_options(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, options: LossOptions
+) -> None:
+    # len() would fix a symbolic size.
+    num_tokens, vocab_size = hidden_states.shape[0], prototypes.shape[0]
+    soft = options.target_weights
+    if soft is None:
+        if list(labels.shape) != [num_tokens]:
+            raise ValueError(f"labels: expected [{num_tokens}], got {list(labels.shape)}")
+    elif labels.shape != soft.shape or soft.shape[:-1] != (num_tokens,) or not soft.shape[-1]:
+        raise ValueError(
+            f"labels, target_weights: expected both [{num_tokens}, K], "
+            f"got {list(labels.shape)} and {list(soft.shape)}"
+        )
+    weights, bias = options.token_weights, options.class_bias
+    if weights is not None and list(weights.shape) != [num_tokens]:
+        raise ValueError(f"token_weights: expected [{num_tokens}], got {list(weights.shape)}")
+    if bias is not None and list(bias.shape) != [vocab_size]:
+        raise ValueError(f"class_bias: expected [{vocab_size}], got {list(bias.shape)}")
+    for name, tensor in {"token_weights": weights, "target_weights": soft}.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(f"{name}: expected a tensor without requires_grad. Detach it")
+    check_choice("gradients", options.gradients, ("forward", "recompute"))
+    if not 0 <= options.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected 0 to 1, got {options.label_smoothing}")
+    if not 0 <= options.z_loss < math.inf:
+        raise ValueError(f"z_loss: expected 0 or more, got {options.z_loss}")
 
 
 def check_bias(arguments: Arguments) -> None:

@@ -9,16 +9,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from harmonic_sft.models import AffineLogits, DistanceLogits, MixtureLogits
-from harmonic_sft.ops.arguments import Arguments, Results
-from harmonic_sft.ops.operator import chunked_op
-from harmonic_sft.ops.options import (
+from harmonic_sft.ops.arguments import (
+    Arguments,
     Impl,
     LossOptions,
     Reduction,
+    Results,
     check_choice,
     check_count,
     check_inputs,
 )
+from harmonic_sft.ops.engine import chunked_op
 from harmonic_sft.ops.reference import reference_cross_entropy
 
 _DEFAULT = LossOptions()

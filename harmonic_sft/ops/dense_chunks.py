@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from harmonic_sft.models import Head
-from harmonic_sft.ops.arguments import kept_dtype
-from harmonic_sft.ops.engine import chunk_slices
-from harmonic_sft.ops.operator import factors_for, is_uniform, refuse_second_derivative
-from harmonic_sft.ops.options import check_labels
+from harmonic_sft.ops.arguments import check_labels, kept_dtype
+from harmonic_sft.ops.engine import chunk_slices, factors_for, is_uniform, refuse_second_derivative
 
 # The size of one [rows, V] matrix in float32: autograd keeps a few of them. Every chunk passes over
 # all prototypes several times, so that an accelerator, whose products are fast, wants large chunks.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from harmonic_sft.ops import cross_entropy, distance_cross_entropy, operator
+from harmonic_sft.ops import cross_entropy, distance_cross_entropy, engine
 from tests.ops.fused import KINDS, loss_of, with_metrics_of
 
 OPTIONS = [
@@ -158,13 +158,13 @@ def test_compiled_losses_need_no_gradient(mode):
 
 def recorded(monkeypatch, option, kind, **settings):
     """The operator with the arguments of a call, and those of its backward pass."""
-    calls, chunked_op = [], operator.chunked_op
+    calls, chunked_op = [], engine.chunked_op
 
     def watch(*arguments):
         calls.append((chunked_op._opoverload, arguments))
         return chunked_op(*arguments)
 
-    for module in (cross_entropy, operator):
+    for module in (cross_entropy, engine):
         monkeypatch.setattr(module, "chunked_op", watch)
     _, call = make_call(option, kind, **settings)
     (call()[0] * torch.linspace(-1, 2, 6)).sum().backward()

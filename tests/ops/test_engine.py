@@ -16,7 +16,6 @@ from harmonic_sft.ops import (
     cross_entropy,
     distance_cross_entropy,
     engine,
-    operator,
     workspace_bytes,
 )
 from harmonic_sft.ops.workers import Workers
@@ -103,7 +102,7 @@ def test_a_reduction_costs_no_second_pass(name, monkeypatch):
     def refused(*_):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(operator, "_weighted", refused)
+    monkeypatch.setattr(engine, "_weighted", refused)
     found = distance_cross_entropy(
         states, prototypes, labels, h_exp=-3.0, reduction=name, options=options
     )

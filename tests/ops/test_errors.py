@@ -11,9 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
-from harmonic_sft.ops.arguments import check_bias, read_target
+from harmonic_sft.ops.arguments import Impl, Reduction, check_bias, read_target
 from harmonic_sft.ops.cross_entropy import _resolve
-from harmonic_sft.ops.options import Impl, Reduction
 
 N, V, D = 4, 5, 3
 
