@@ -134,8 +134,10 @@ def test_exponents_and_eps_out_of_range_are_refused(given, message, impl):
 def test_labels_out_of_range_are_refused(labels, message, linear, impl):
     labels = torch.tensor(labels)
     weights = half(N, 1) if labels.dim() == 2 else None
+    threads = torch.get_num_threads()
     with refused(f"labels: expected values {message}. Drop ignored positions first"):
         call(**soft(labels, weights), linear=linear, impl=impl)
+    assert torch.get_num_threads() == threads
 
 
 def test_labels_inside_of_transforms_are_not_looked_at():
