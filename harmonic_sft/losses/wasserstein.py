@@ -93,7 +93,7 @@ class Transport:
         logits = head.lazy_logits(hidden_states)
         if isinstance(logits, AffineLogits | DistanceLogits) and self.top_k is None:
             return self.with_cross_entropy(logits, head, labels, mix=(0.0, 1.0))
-        return by_chunks(self._dense, head, hidden_states, labels, shared=[self.ground(head)])
+        return by_chunks(self._dense, head, hidden_states, labels)
 
     def with_cross_entropy(
         self,
@@ -117,8 +117,8 @@ class Transport:
         second = (self.ground(head), None, None)
         return chunked_loss(logits, labels, stage="transport", second=second, mix=mix).loss
 
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor, ground: Tensor) -> Tensor:
-        logits = head(hidden_states)  # [N, V]
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        logits, ground = head(hidden_states), self.ground(head)  # [N, V], [V, D]
         if self.top_k is None:
             points = ground.to(logits.dtype)
             squares, targets = points.square().sum(-1), points[labels]
