@@ -14,7 +14,7 @@ from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import AffineLogits, CosineHead, DistanceLogits, Head, MappedHead
 from harmonic_sft.models.head import at_least_float32, label_nll, unit_rows
 from harmonic_sft.ops import by_chunks, linear_cross_entropy
-from harmonic_sft.ops.options import check_labels
+from harmonic_sft.ops.arguments import check_labels
 
 MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the square root is not finite
 

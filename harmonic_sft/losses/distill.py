@@ -24,8 +24,7 @@ class DistillLoss(Loss):
     The loss is weight * KL(q || p) + (1 - weight) * -log p_y, with p of the head that is trained
     (its cross-entropy is harmonic loss where it measures distances) and q of the model as it was: a
     frozen copy of the old head on the hidden states of a frozen body. The weight goes from 1 at the
-    first step to 0 after `until` of the run, linearly. `prepare(head, body=None)` takes the old
-    head, and what gave it its hidden states where that changes in training.
+    first step to 0 after `until` of the run, linearly.
 
     While the weight is above 0 it costs a product of N x V x D multiplications more than a
     cross-entropy's three, and where the body trains too a forward pass of the old one; then it is
@@ -61,16 +60,13 @@ class Distillation:
         loss: The settings.
         teacher: The old head; a frozen copy is kept.
         body: The old body, or None if it is the one that is trained on top of.
-
-    Attributes:
-        weight: Factor of the divergence now, from 0 to 1.
     """
 
     def __init__(self, loss: DistillLoss, teacher: Head, body: nn.Module | None = None):
         self.loss = loss
         self.teacher = copy.deepcopy(teacher).requires_grad_(False).eval()
         self.body = body
-        self.weight = 1.0
+        self.weight = 1.0  # of the divergence now, from 0 to 1
         self._states: Tensor | None = None
 
     def anneal(self, progress: float) -> None:

@@ -14,8 +14,8 @@ from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models import Head, MixtureLogits
 from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
+from harmonic_sft.ops.arguments import check_labels
 from harmonic_sft.ops.dense_chunks import chunk_rows
-from harmonic_sft.ops.options import check_labels
 
 
 class NeighborTable(NamedTuple):

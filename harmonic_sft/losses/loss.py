@@ -10,7 +10,7 @@ from torch import Tensor
 from harmonic_sft.config import STRICT
 from harmonic_sft.models import Head, LossFunction, MixtureLogits
 from harmonic_sft.ops import Impl, LossOptions, by_chunks, chunked_loss
-from harmonic_sft.ops.options import check_labels
+from harmonic_sft.ops.arguments import check_labels
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -1,4 +1,4 @@
-"""Squared 2-Wasserstein distances over the prototypes: to the label, and to a reference policy."""
+"""Squared 2-Wasserstein distance over the prototypes, from the prediction to the label."""
 
 from typing import Literal
 
@@ -14,8 +14,6 @@ from harmonic_sft.models import AffineLogits, DistanceLogits, Head
 from harmonic_sft.models.head import at_least_float32
 from harmonic_sft.ops import by_chunks, chunked_loss
 
-NOTHING = 1e-12  # total variation below which distributions are the same
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WassersteinLoss(Loss):
@@ -24,8 +22,7 @@ class WassersteinLoss(Loss):
     The target is a Dirac, so the optimal plan is forced and W2 ** 2 = sum_j p_j |e_j - e_y| ** 2.
 
     With `top_k` the prediction is the softmax over the most probable classes and the label alone:
-    a distribution again. Merely cutting the sum would make the tail a place without cost, and the
-    gradient would move probability there.
+    in a sum merely cut, the tail would cost nothing, and the gradient would move probability there.
 
     Matrix products of N x V x D multiplications (a cross-entropy has 3): 4 with a fixed ground and
     6 with a moving one, a cross-entropy beside it in a sum included; 3 with `top_k`.
@@ -96,7 +93,7 @@ class Transport:
         logits = head.lazy_logits(hidden_states)
         if isinstance(logits, AffineLogits | DistanceLogits) and self.top_k is None:
             return self.with_cross_entropy(logits, head, labels, mix=(0.0, 1.0))
-        return by_chunks(self._dense, head, hidden_states, labels, shared=[self.ground(head)])
+        return by_chunks(self._dense, head, hidden_states, labels)
 
     def with_cross_entropy(
         self,
@@ -120,8 +117,8 @@ class Transport:
         second = (self.ground(head), None, None)
         return chunked_loss(logits, labels, stage="transport", second=second, mix=mix).loss
 
-    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor, ground: Tensor) -> Tensor:
-        logits = head(hidden_states)  # [N, V]
+    def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
+        logits, ground = head(hidden_states), self.ground(head)  # [N, V], [V, D]
         if self.top_k is None:
             points = ground.to(logits.dtype)
             squares, targets = points.square().sum(-1), points[labels]
@@ -153,46 +150,3 @@ def _truncated_cost(logits: Tensor, points: Tensor, columns: Tensor) -> Tensor:
     probs = logits.masked_fill(again, -torch.inf).softmax(-1)
     costs = _squared_gaps(points, points[:, :1])  # [N, 1 + K]
     return (probs * costs).sum(-1)
-
-
-def w2_penalty(policy_logits: Tensor, reference_logits: Tensor, prototypes: Tensor) -> Tensor:
-    """Return an upper bound of the squared 2-Wasserstein distance of two next-token distributions.
-
-    In place of a KL divergence. Experimental: nobody has trained a large model with it.
-
-    What both distributions give a token stays there, and what the policy has given up goes to what
-    it has gained in proportion (the maximal coupling, its rest independent): with a = (p - r)+,
-    b = (r - p)+ and their common sum t the bound is sum_jk a_j b_k |e_j - e_k| ** 2 / t. It is 0
-    where the distributions agree, and exact where one of them is a Dirac or only two tokens differ:
-    moving to a token nearby then costs little, which a KL divergence does not see. Where many
-    tokens differ it is far above the distance, since each part goes to all that have gained: ten
-    words that each move to a synonym cost nearly as much as moves to unrelated words. Two products
-    of N x V x D multiplications instead of a transport problem.
-
-    Args:
-        policy_logits: `[N, V]`, p; gradients flow through them.
-        reference_logits: `[N, V]`, r; none do.
-        prototypes: `[V, D]`, where the tokens are, such as `head.prototypes`; none do.
-
-    Returns:
-        `[N]`, in squared units of the prototypes.
-
-    Source:
-        Maximal coupling: Lindvall 1992, Lectures on the Coupling Method, Sec. I.5. As a penalty:
-        the open question of the geometry note, whether the KL divergence of preference training
-        can be a Wasserstein expectation.
-    """
-    wide = torch.promote_types(policy_logits.dtype, torch.float32)
-    with torch.autocast(policy_logits.device.type, enabled=False):
-        policy = policy_logits.to(wide).softmax(-1)
-        reference = reference_logits.detach().to(wide).softmax(-1)
-        change, points = policy - reference, prototypes.detach().to(wide)
-        gained, given_up = change.clamp_min(0), (-change).clamp_min(0)
-        moved = gained.sum(-1)  # [N], the total variation
-        # Only differences count, and a common mean takes their digits.
-        points = points - points.mean(0)
-        squares = points.square().sum(-1)  # [V]
-        # Where nothing moved the last term is 0 / 0, and near there the slope of 1 / t overflows.
-        inverse = torch.where(moved > NOTHING, moved, 1.0).reciprocal()
-        cross = torch.linalg.vecdot(gained @ points, given_up @ points) * inverse
-        return (gained + given_up) @ squares - 2 * cross

@@ -1,63 +1,86 @@
-"""The arguments and the results of the operator, and how the arguments are read."""
+"""What a fused loss takes and returns, for its callers and as an operator; how it is checked."""
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from harmonic_sft.ops.options import TokenMetrics, check_labels
+Impl = Literal["auto", "reference", "chunked", "triton"]
+Reduction = Literal["none", "sum", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossOptions:
+    """The rare options of the fused losses.
+
+    Attributes:
+        token_weights: `[N]`, factors of the tokens' losses; not differentiated.
+        class_bias: `[V]`, added to the logits (a log prior); may require gradients.
+        target_weights: `[N, K]`, the target's probabilities of labels `[N, K]`; not
+            differentiated. A weight of 0 with label -1 pads. Repeated labels add up.
+        label_smoothing: Share of the target spread evenly over all classes, from 0 to 1.
+        z_loss: Adds `z_loss * logsumexp(logits) ** 2` to the loss of each token.
+        gradients: "forward" makes them beside the loss, with three matrix products in all;
+            "recompute" makes them in the backward pass, which starts again: a fourth product, and
+            no gradient is held in between. An upstream gradient that differs between tokens
+            recomputes anyway.
+    """
+
+    token_weights: Tensor | None = None
+    class_bias: Tensor | None = None
+    target_weights: Tensor | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    gradients: Literal["forward", "recompute"] = "forward"
+
+
+class TokenMetrics(NamedTuple):
+    """What the loss pass knows of each token; not differentiable.
+
+    Attributes:
+        log_probs: `[N]`, log-probability of the target in nats (its mean under a soft target).
+        log_normalizer: `[N]`, logsumexp of the logits.
+        entropy: `[N]`, of the predicted distribution, in nats.
+        predictions: `[N]`, the most probable class: the nearest prototype if there is no bias.
+    """
+
+    log_probs: Tensor
+    log_normalizer: Tensor
+    entropy: Tensor
+    predictions: Tensor
 
 
 class Arguments(NamedTuple):
     """The arguments of the operator, flat and in the order of its schema.
 
-    Attributes:
-        hidden_states: `[N, D]`.
-        prototypes: `[V, D]`.
-        class_bias: `[V]` or None.
-        h_exp: Below 0, without an axis; unused by a linear head. A tensor, since a graph of
-            torch.compile would hold a number fast and be compiled again when it changes.
-        second_weight: `[V, E]` or None: the teacher's weight, or the points of the transport.
-        labels: `[N]`, or `[N, K]` with `target_weights`.
-        target_weights: `[N, K]` or None.
-        token_weights: `[N]` or None.
-        second_states: `[N, E]` or None, what the teacher's weight multiplies.
-        second_bias: `[V]` or None, of the teacher.
-        mix: `[2]` float64 on the CPU: factors of the cross-entropy and of the second loss.
-        stage: Name of the row-wise stage, a key of `STAGES`.
-        kind: "linear", "euclidean" or "sphere".
-        eps: Added to the squared distance.
-        label_smoothing: Share of the target spread evenly over all classes.
-        z_loss: Factor of the squared log-normalizer.
-        num_heads: How many slices of the columns have a softmax of their own.
-        needs: Which of the first five arguments get gradients.
-        early: Make the gradients in the forward pass.
-        with_metrics: Also measure `TokenMetrics`.
-        impl: "chunked" or "triton".
+    `h_exp` is a tensor, since a graph of torch.compile would hold a number fast and be compiled
+    again when it changes. Options are those of `LossOptions`.
     """
 
-    hidden_states: Tensor
-    prototypes: Tensor
-    class_bias: Tensor | None
-    h_exp: Tensor
-    second_weight: Tensor | None
-    labels: Tensor
-    target_weights: Tensor | None
-    token_weights: Tensor | None
-    second_states: Tensor | None
-    second_bias: Tensor | None
-    mix: Tensor
-    stage: str
-    kind: str
-    eps: float
+    hidden_states: Tensor  # [N, D]
+    prototypes: Tensor  # [V, D]
+    class_bias: Tensor | None  # [V]
+    h_exp: Tensor  # below 0, without an axis; unused by a linear head
+    second_weight: Tensor | None  # [V, E], the teacher's weight, or the points of the transport
+    labels: Tensor  # [N], or [N, K] with `target_weights`
+    target_weights: Tensor | None  # [N, K]
+    token_weights: Tensor | None  # [N]
+    second_states: Tensor | None  # [N, E], what the teacher's weight multiplies
+    second_bias: Tensor | None  # [V], of the teacher
+    mix: Tensor  # [2] float64 on the CPU, factors of the cross-entropy and of the second loss
+    stage: str  # a key of `STAGES`
+    kind: str  # "linear", "euclidean" or "sphere"
+    eps: float  # added to the squared distance
     label_smoothing: float
     z_loss: float
-    num_heads: int
-    needs: tuple[bool, ...]
-    early: bool
-    with_metrics: bool
-    impl: str
+    num_heads: int  # slices of the columns with a softmax of their own
+    needs: tuple[bool, ...]  # which of the first five arguments get gradients
+    early: bool  # make the gradients in the forward pass
+    with_metrics: bool  # also measure `TokenMetrics`
+    impl: str  # "chunked" or "triton"
 
     def needs_gradient(self, name: str) -> bool:
         """Whether one of the first five arguments gets a gradient."""
@@ -82,29 +105,19 @@ def kept_dtype(leaf: Tensor) -> torch.dtype:
 class Results(NamedTuple):
     """What the operator returns; a tensor that was not asked for is empty.
 
-    Attributes:
-        loss: `[N]`.
-        log_probs: `[N]`, metric.
-        log_normalizer: `[N]`, metric.
-        entropy: `[N]`, metric.
-        predictions: `[N]`, metric.
-        grad_h_exp: `[N]`, of the loss of each token.
-        grad_hidden_states: `[N, D]`; this and the following are gradients of the summed losses.
-        grad_prototypes: `[V, D]`.
-        grad_class_bias: `[V]`.
-        grad_second_weight: `[V, E]`.
+    The gradients but that of `h_exp` are those of the summed losses.
     """
 
-    loss: Tensor
-    log_probs: Tensor
-    log_normalizer: Tensor
-    entropy: Tensor
-    predictions: Tensor
-    grad_h_exp: Tensor
-    grad_hidden_states: Tensor
-    grad_prototypes: Tensor
-    grad_class_bias: Tensor
-    grad_second_weight: Tensor
+    loss: Tensor  # [N]
+    log_probs: Tensor  # [N], this and the next three are metrics
+    log_normalizer: Tensor  # [N]
+    entropy: Tensor  # [N]
+    predictions: Tensor  # [N]
+    grad_h_exp: Tensor  # [N], of the loss of each token
+    grad_hidden_states: Tensor  # [N, D]
+    grad_prototypes: Tensor  # [V, D]
+    grad_class_bias: Tensor  # [V]
+    grad_second_weight: Tensor  # [V, E]
 
     @property
     def gradients(self) -> tuple[Tensor, ...]:
@@ -115,6 +128,119 @@ class Results(NamedTuple):
     def metrics(self) -> TokenMetrics:
         """The metrics of each token."""
         return TokenMetrics(self.log_probs, self.log_normalizer, self.entropy, self.predictions)
+
+
+def check_inputs(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, options: LossOptions, impl: str
+) -> None:
+    """Refuse inputs that do not fit together.
+
+    Raises:
+        ValueError: Shapes, dtypes, devices or an option are off.
+    """
+    check_choice("impl", impl, get_args(Impl))
+    if hidden_states.dim() != 2:
+        raise ValueError(f"hidden_states: expected [N, D], got {list(hidden_states.shape)}")
+    hidden_size = hidden_states.shape[1]
+    if prototypes.dim() != 2 or prototypes.shape[1] != hidden_size:
+        raise ValueError(f"prototypes: expected [V, {hidden_size}], got {list(prototypes.shape)}")
+    if 0 in prototypes.shape:
+        raise ValueError(
+            "prototypes: expected at least one class and one dimension, "
+            f"got {list(prototypes.shape)}"
+        )
+    for name, tensor in {"hidden_states": hidden_states, "prototypes": prototypes}.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name}: expected a floating dtype, got {tensor.dtype}")
+    if labels.dtype != torch.int64:
+        raise ValueError(f"labels: expected torch.int64, got {labels.dtype}")
+    _check_options(hidden_states, prototypes, labels, options)
+    others = {
+        "prototypes": prototypes,
+        "labels": labels,
+        "token_weights": options.token_weights,
+        "class_bias": options.class_bias,
+        "target_weights": options.target_weights,
+    }
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != hidden_states.device:
+            raise ValueError(
+                f"{name}: expected device {hidden_states.device} of hidden_states, "
+                f"got {tensor.device}"
+            )
+
+
+def check_count(labels: Tensor, num_rows: int) -> None:
+    """Refuse more or fewer labels `[N]` or `[N, K]` than rows.
+
+    Raises:
+        ValueError: There are. Not looked at in compiled code.
+    """
+    if not torch.compiler.is_compiling() and len(labels) != num_rows:
+        raise ValueError(f"labels: expected {num_rows}, one for each row, got {len(labels)}")
+
+
+def check_labels(labels: Tensor, *, num_rows: int, num_classes: int, least: int = 0) -> None:
+    """Refuse labels `[N]` that are not one class for each row, unless CUDA would have to wait.
+
+    `[N, K]` are as many for each row; a `least` of -1 lets pads pass. Those inside
+    `torch.func.vmap` are not looked at.
+
+    Raises:
+        ValueError: There are more or fewer, or one is no class.
+    """
+    check_count(labels, num_rows)
+    is_known = labels.device.type != "cuda" and not isinstance(labels, FakeTensor)
+    if torch.compiler.is_compiling() or not is_known or not num_rows:
+        return
+    try:
+        found, most = int(labels.min()), int(labels.max())
+    except RuntimeError:  # inside `torch.func.vmap` they have no values
+        return
+    if found < least or most >= num_classes:
+        raise ValueError(
+            f"labels: expected values from {least} to {num_classes - 1}, got {found} to {most}. "
+            "Drop ignored positions first"
+        )
+
+
+def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    """Refuse a value that is not one of those allowed.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {list(allowed)}, got {value!r}")
+
+
+def _check_options(
+    hidden_states: Tensor, prototypes: Tensor, labels: Tensor, options: LossOptions
+) -> None:
+    # len() would fix a symbolic size.
+    num_tokens, vocab_size = hidden_states.shape[0], prototypes.shape[0]
+    soft = options.target_weights
+    if soft is None:
+        if list(labels.shape) != [num_tokens]:
+            raise ValueError(f"labels: expected [{num_tokens}], got {list(labels.shape)}")
+    elif labels.shape != soft.shape or soft.shape[:-1] != (num_tokens,) or not soft.shape[-1]:
+        raise ValueError(
+            f"labels, target_weights: expected both [{num_tokens}, K], "
+            f"got {list(labels.shape)} and {list(soft.shape)}"
+        )
+    weights, bias = options.token_weights, options.class_bias
+    if weights is not None and list(weights.shape) != [num_tokens]:
+        raise ValueError(f"token_weights: expected [{num_tokens}], got {list(weights.shape)}")
+    if bias is not None and list(bias.shape) != [vocab_size]:
+        raise ValueError(f"class_bias: expected [{vocab_size}], got {list(bias.shape)}")
+    for name, tensor in {"token_weights": weights, "target_weights": soft}.items():
+        if tensor is not None and tensor.requires_grad:
+            raise ValueError(f"{name}: expected a tensor without requires_grad. Detach it")
+    check_choice("gradients", options.gradients, ("forward", "recompute"))
+    if not 0 <= options.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing: expected 0 to 1, got {options.label_smoothing}")
+    if not 0 <= options.z_loss < math.inf:
+        raise ValueError(f"z_loss: expected 0 or more, got {options.z_loss}")
 
 
 def check_bias(arguments: Arguments) -> None:

@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from harmonic_sft.models import AffineLogits, DistanceLogits, MixtureLogits
-from harmonic_sft.ops.arguments import Arguments, Results
-from harmonic_sft.ops.operator import chunked_op
-from harmonic_sft.ops.options import (
+from harmonic_sft.ops.arguments import (
+    Arguments,
     Impl,
     LossOptions,
     Reduction,
-    TokenMetrics,
+    Results,
     check_choice,
     check_count,
     check_inputs,
 )
+from harmonic_sft.ops.engine import chunked_op
 from harmonic_sft.ops.reference import reference_cross_entropy
 
 _DEFAULT = LossOptions()
@@ -84,7 +84,7 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
         heavy tails of this loss.
     """
     logits = DistanceLogits(hidden_states, prototypes, h_exp, unit_sphere, eps)
-    return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)
+    return _reduced(_cross_entropy(logits, labels, options, impl), reduction)
 
 
 def linear_cross_entropy(
@@ -116,42 +116,7 @@ def linear_cross_entropy(
         NotImplementedError: Forward-mode differentiation of anything but impl="reference".
     """
     logits = AffineLogits(hidden_states, prototypes)
-    return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)
-
-
-def distance_cross_entropy_with_metrics(
-    hidden_states: Tensor,
-    prototypes: Tensor,
-    labels: Tensor,
-    *,
-    h_exp: float | Tensor,
-    unit_sphere: bool = True,
-    eps: float = 1e-6,
-    options: LossOptions = _DEFAULT,
-    impl: Impl = "auto",
-) -> tuple[Tensor, TokenMetrics]:
-    """Return `distance_cross_entropy` and, from the same pass, the metrics of each token.
-
-    Arguments and errors are those of `distance_cross_entropy`.
-    """
-    logits = DistanceLogits(hidden_states, prototypes, h_exp, unit_sphere, eps)
-    return _cross_entropy(logits, labels, options, impl, with_metrics=True)
-
-
-def linear_cross_entropy_with_metrics(
-    hidden_states: Tensor,
-    prototypes: Tensor,
-    labels: Tensor,
-    *,
-    options: LossOptions = _DEFAULT,
-    impl: Impl = "auto",
-) -> tuple[Tensor, TokenMetrics]:
-    """Return `linear_cross_entropy` and, from the same pass, the metrics of each token.
-
-    Arguments and errors are those of `linear_cross_entropy`.
-    """
-    logits = AffineLogits(hidden_states, prototypes)
-    return _cross_entropy(logits, labels, options, impl, with_metrics=True)
+    return _reduced(_cross_entropy(logits, labels, options, impl), reduction)
 
 
 def _reduced(loss: Tensor, reduction: str) -> Tensor:
@@ -162,13 +127,8 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 
 
 def _cross_entropy(
-    logits: AffineLogits | DistanceLogits,
-    labels: Tensor,
-    options: LossOptions,
-    impl: str,
-    *,
-    with_metrics: bool = False,
-) -> tuple[Tensor, TokenMetrics]:
+    logits: AffineLogits | DistanceLogits, labels: Tensor, options: LossOptions, impl: str
+) -> Tensor:
     check_inputs(logits.hidden_states, logits.weight, labels, options, impl)
     if isinstance(logits, DistanceLogits):
         h_exp = logits.h_exp
@@ -177,9 +137,8 @@ def _cross_entropy(
         if isinstance(h_exp, Tensor) and h_exp.dim():
             raise ValueError(f"h_exp: expected a number or a tensor of no axis, got {h_exp.shape}")
     if impl == "reference":
-        return reference_cross_entropy(logits, labels, options)
-    results = chunked_loss(logits, labels, options=options, impl=impl, with_metrics=with_metrics)
-    return results.loss, results.metrics
+        return reference_cross_entropy(logits, labels, options)[0]
+    return chunked_loss(logits, labels, options=options, impl=impl).loss
 
 
 def chunked_loss(

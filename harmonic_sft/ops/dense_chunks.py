@@ -1,46 +1,39 @@
 """The chunk loop for a loss without a row-wise stage: dense logits of a few tokens at a time."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harmonic_sft.models import Head
-from harmonic_sft.ops.arguments import kept_dtype
-from harmonic_sft.ops.engine import chunk_slices
-from harmonic_sft.ops.operator import factors_for, is_uniform, refuse_second_derivative
-from harmonic_sft.ops.options import check_labels
+from harmonic_sft.models import Head, LossFunction
+from harmonic_sft.ops.arguments import check_labels, kept_dtype
+from harmonic_sft.ops.engine import chunk_slices, factors_for, is_uniform, refuse_second_derivative
 
 # The size of one [rows, V] matrix in float32: autograd keeps a few of them. Every chunk passes over
 # all prototypes several times, so that an accelerator, whose products are fast, wants large chunks.
 CPU_BYTES = 2**25
 DEVICE_BYTES = 2**28
-TokenLoss = Callable[..., Tensor]
 
 
 def by_chunks(
-    loss_fn: TokenLoss,
+    loss_fn: LossFunction,
     head: Head,
     hidden_states: Tensor,
     labels: Tensor,
     *,
-    shared: Sequence[Tensor] = (),
     rows: int | None = None,
 ) -> Tensor:
-    """Return `loss_fn(head, hidden_states, labels, *shared)`, computed a few rows at a time.
+    """Return `loss_fn(head, hidden_states, labels)`, computed a few rows at a time.
 
     The gradients of the sum are made with the losses, chunk by chunk, so that nothing is computed
     twice; an upstream gradient that differs between tokens (anything but `.sum()` and what scales
     it) computes the chunks again, weighted.
 
     Args:
-        loss_fn: Maps head, `[n, D]`, `[n]` and `shared` to `[n]`; a token's loss depends on no
-            other token.
+        loss_fn: Maps head, `[n, D]` and `[n]` to `[n]`; a token's loss depends on no other token.
         head: Its parameters get gradients.
         hidden_states: `[N, D]`.
         labels: `[N]`.
-        shared: What is made of the parameters once for all chunks; gradients flow through it.
         rows: Rows of a chunk; default: what makes its logits 32 MiB on the CPU, 256 MiB elsewhere.
 
     Returns:
@@ -49,10 +42,10 @@ def by_chunks(
     check_labels(labels, num_rows=len(hidden_states), num_classes=len(head.weight))
     size = rows or chunk_rows(head.weight)
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    sources: list[Tensor] = [hidden_states, *shared, *parameters]
+    sources: list[Tensor] = [hidden_states, *parameters]
     if not torch.is_grad_enabled():  # a Function would not see this
         sources = [source.detach() for source in sources]
-    losses: Tensor = _Chunks.apply(loss_fn, head, (size, len(shared)), labels, *sources)
+    losses: Tensor = _Chunks.apply(loss_fn, head, size, labels, *sources)
     return losses
 
 
@@ -68,45 +61,41 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        loss_fn: TokenLoss,
+        loss_fn: LossFunction,
         head: Head,
-        sizes: tuple[int, int],
+        rows: int,
         labels: Tensor,
         hidden_states: Tensor,
-        *others: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
-        ctx.loss_fn, ctx.head, (ctx.rows, ctx.num_shared) = loss_fn, head, sizes
         # The parameters themselves: the loss reaches them through the head.
-        ctx.parameters = others[ctx.num_shared :]
-        shared = others[: ctx.num_shared]
-        losses, gradients = _differentiate(ctx, (hidden_states, labels, *shared), None)
-        ctx.save_for_backward(hidden_states, labels, *shared, *gradients)
+        ctx.loss_fn, ctx.head, ctx.rows, ctx.parameters = loss_fn, head, rows, parameters
+        losses, gradients = _differentiate(ctx, hidden_states, labels, None)
+        ctx.save_for_backward(hidden_states, labels, *gradients)
         return losses
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        saved = ctx.saved_tensors  # once: checkpointing makes them for one reading
-        inputs, gradients = saved[: 2 + ctx.num_shared], saved[2 + ctx.num_shared :]
+        # Once: checkpointing makes them for one reading.
+        hidden_states, labels, *gradients = ctx.saved_tensors
         (grad,) = upstream
         if is_uniform(grad):
             factors = factors_for(gradients, grad)
             scaled = [gradient * f for gradient, f in zip(gradients, factors, strict=True)]
         else:
-            scaled = _differentiate(ctx, inputs, grad)[1]
+            scaled = _differentiate(ctx, hidden_states, labels, grad)[1]
         remaining = iter(scaled)
         needs = ctx.needs_input_grad[4:]
         return (None,) * 4 + tuple(next(remaining) if need else None for need in needs)
 
 
 def _differentiate(
-    ctx: Any, inputs: tuple[Tensor, ...], weights: Tensor | None
+    ctx: Any, hidden_states: Tensor, labels: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the losses `[N]` and the gradients of their weighted sum for what needs one."""
-    hidden_states, labels, *shared = inputs
     needs: tuple[bool, ...] = ctx.needs_input_grad[4:]
-    leaves = [t.detach().requires_grad_(n) for t, n in zip(shared, needs[1:], strict=False)]
-    sources = [t for t, n in zip((*leaves, *ctx.parameters), needs[1:], strict=True) if n]
+    sources = [t for t, n in zip(ctx.parameters, needs[1:], strict=True) if n]
     totals = [torch.zeros_like(source, dtype=kept_dtype(source)) for source in sources]
     hidden_gradient = torch.zeros_like(hidden_states, dtype=kept_dtype(hidden_states))
     losses = []
@@ -116,7 +105,7 @@ def _differentiate(
         no_autocast = torch.autocast(hidden_states.device.type, enabled=False)
         with torch.set_grad_enabled(any(needs)), no_autocast:
             states = hidden_states[chunk].detach().requires_grad_(needs[0])
-            loss = ctx.loss_fn(ctx.head, states, labels[chunk], *leaves)
+            loss = ctx.loss_fn(ctx.head, states, labels[chunk])
             losses.append(loss.detach())
             wanted = [states] * needs[0] + sources
             if not loss.requires_grad:

@@ -30,13 +30,6 @@ class Geometry:
         centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
             them, which would halt a GPU.
 
-    Attributes:
-        inverse: `[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere. Taken
-            when it is first asked for: where kernels split the prototypes they write it.
-        center: `[D]`, subtracted from both sides (of norm 1 on the sphere); None for 0.
-        mean: `[D]`, near the mean of the prototypes; None where it is `center` or not looked at.
-        spread: Mean squared norm of the prototypes less the center, of no axis; None for a linear
-            head.
     """
 
     def __init__(
@@ -49,8 +42,11 @@ class Geometry:
         centered: bool | None = None,
     ):
         self.kind, self.prototypes, self.eps, self.dtype = kind, prototypes.detach(), eps, dtype
+        # [D], subtracted from both sides (of norm 1 on the sphere); None for 0.
         self.center: Tensor | None = None
+        # [D], near the mean of the prototypes; None where it is `center` or not looked at.
         self.mean: Tensor | None = None
+        # Mean squared norm of the prototypes less the center, of no axis; None for a linear head.
         self.spread: Tensor | None = None
         if self.linear:
             return
@@ -70,7 +66,10 @@ class Geometry:
 
     @cached_property
     def inverse(self) -> Tensor | None:
-        """See the attributes of the class."""
+        """`[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere.
+
+        Taken when it is first asked for: where kernels split the prototypes they write it.
+        """
         return inverse_norms(self.prototypes).to(self.dtype) if self.kind == "sphere" else None
 
     @property
@@ -183,9 +182,6 @@ class GradientProducts:
         workers: Share the tiles.
         wants_hidden: Whether the hidden states get a gradient.
         prototype_gradient: `[V, D]`, where it is accumulated; None if nobody wants it.
-
-    Attributes:
-        column_sums: `[V]`, sums of the coefficients over the tokens so far; None if they drop out.
     """
 
     def __init__(
@@ -198,7 +194,7 @@ class GradientProducts:
     ):
         self.geometry, self.workers = geometry, workers
         self.wants_hidden, self.prototype_gradient = wants_hidden, prototype_gradient
-        self.column_sums: Tensor | None = None
+        self.column_sums: Tensor | None = None  # [V], over the tokens so far; None if they drop out
         if prototype_gradient is not None and geometry.with_sums:
             self.column_sums = prototype_gradient.new_zeros(len(prototype_gradient))
         self.untouched = True

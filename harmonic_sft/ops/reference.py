@@ -12,7 +12,7 @@ from harmonic_sft.models.head import (
     distance_logits,
     label_nll,
 )
-from harmonic_sft.ops.options import LossOptions, TokenMetrics, check_labels
+from harmonic_sft.ops.arguments import LossOptions, TokenMetrics, check_labels
 
 
 def reference_cross_entropy(

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harmonic_sft.ops.arguments import Arguments
-from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import GradientProducts
-from harmonic_sft.ops.stages import LOG2_E, CrossEntropyStage
+from harmonic_sft.ops.stages import LOG2_E, Chunk, CrossEntropyStage
 
 # Small tiles stay in the cache of a core; an accelerator wants large ones.
 CPU_WIDTH, DEVICE_WIDTH = 768, 8192

@@ -8,8 +8,8 @@ from torch import Tensor
 from triton import knobs
 
 from harmonic_sft.ops.arguments import Arguments
-from harmonic_sft.ops.chunk import Chunk
 from harmonic_sft.ops.geometry import Geometry
+from harmonic_sft.ops.stages import Chunk
 from harmonic_sft.ops.triton_kernels import (
     Coefficients,
     Plan,

@@ -1,9 +1,8 @@
 """Threads that share the tiles of one operation, one core each.
 
 Every PyTorch operation on the CPU opens a parallel region over all cores. A loop over small tiles
-opens thousands of them, and when another process holds a core, each waits for it: a prototype
-of such a loop went from 0.7 s to 28 s. Threads that run single-threaded operations meet only a few
-times; the same work then takes exactly its share of the machine.
+opens thousands of them, and each waits, up to 40 times as long, for a core that another process
+holds. Threads that run single-threaded operations meet only a few times.
 """
 
 import os
@@ -20,7 +19,7 @@ os.register_at_fork(after_in_child=_POOLS.clear)  # a forked child has none of i
 class Workers:
     """Runs a function on numbered tasks, side by side.
 
-    Attributes:
+    Args:
         count: How many workers there are.
     """
 
@@ -32,7 +31,7 @@ class Workers:
 
         Args:
             work: One task of one worker.
-            num_tasks: How many there are.
+            num_tasks: Of all workers.
             fixed: Every worker has its own share, so that what it sums keeps its order; otherwise
                 whoever is free takes the next.
         """

@@ -13,6 +13,7 @@ from harmonic_sft.losses import (
 from harmonic_sft.losses.sum import TERMS, Term, WeightedSum
 from harmonic_sft.models import build_head
 from harmonic_sft.ops import engine
+from tests.ops.fused import assert_same
 
 V, D = 25, 6
 HEAD = {"name": "dist", "unit_sphere": False}
@@ -63,14 +64,7 @@ def test_it_is_the_weighted_sum_of_its_terms(terms, uniform):
         term = TERMS[name](**fields).prepare(head)
         expected = expected + weight * term(head, states, labels)
     found = make(terms).prepare(head)(head, states, labels)
-    upstream = torch.ones(9) if uniform else torch.rand(9)
-    inputs = [states, *head.parameters()]
-    pairs = [
-        [loss, *torch.autograd.grad((loss * upstream).sum(), inputs, retain_graph=True)]
-        for loss in (found, expected)
-    ]
-    for mine, plain in zip(*pairs, strict=True):
-        torch.testing.assert_close(mine, plain)
+    assert_same(found, expected, [states, *head.parameters()], None if uniform else torch.rand(9))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import torch
 from experiments.cost import allocated_peak
 from harmonic_sft.losses import WassersteinLoss
 from harmonic_sft.models import build_head
-from harmonic_sft.ops import engine
 from tests.head_variants import D, V, moved_head
+from tests.ops.baselines import transport
+from tests.ops.fused import assert_same, make_chunks_small
 
 HEADS = (
     "linear",
@@ -28,13 +29,6 @@ build = functools.partial(moved_head, dtype=torch.float64)
 def problem(num_tokens=5):
     states = torch.randn(num_tokens, D, dtype=torch.float64, requires_grad=True)
     return states, torch.randint(V, (num_tokens,))
-
-
-def plain(head, hidden_states, labels, points):
-    """The definition, with the matrix of all costs."""
-    probs = head(hidden_states).softmax(-1)
-    gaps = points[labels].unsqueeze(1) - points  # [N, V, D]
-    return (probs * gaps.square().sum(-1)).sum(-1)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -58,7 +52,7 @@ def test_fixed_ground_stays_where_training_began():
     start = head.prototypes.detach().clone()
     with torch.no_grad():
         head.weight.mul_(3).add_(torch.randn_like(head.weight))
-    expected = plain(head, states, labels, start)
+    expected = transport(head, states, labels, start)
     torch.testing.assert_close(loss(head, states, labels), expected)
     moving = WassersteinLoss().prepare(head)(head, states, labels)
     assert (moving - expected).abs().min() > 1e-3
@@ -84,13 +78,9 @@ def test_top_k_of_all_other_classes_is_exact():
     head = build("cosine")
     states, _ = problem()
     labels = head(states).argmin(-1)  # the label is taken beside the top ones: no class is left out
-    inputs = [states, *head.parameters()]
-    pairs = []
-    for loss in (WassersteinLoss(top_k=V - 1).prepare(head), WassersteinLoss().prepare(head)):
-        losses = loss(head, states, labels)
-        pairs.append([losses, *torch.autograd.grad(losses.sum(), inputs)])
-    for found, expected in zip(*pairs, strict=True):
-        torch.testing.assert_close(found, expected)
+    found = WassersteinLoss(top_k=V - 1).prepare(head)(head, states, labels)
+    expected = WassersteinLoss().prepare(head)(head, states, labels)
+    assert_same(found, expected, [states, *head.parameters()])
 
 
 @pytest.mark.parametrize("name", ["dist", "multi_head of dist"])  # by tiles, densely
@@ -121,10 +111,10 @@ def test_gradients_at_logits_of_hundreds_are_as_good_as_the_definitions():
         return torch.autograd.grad(losses.sum(), inputs)
 
     wide_head, wide = copy.deepcopy(head).double(), states.detach().double().requires_grad_()
-    losses = plain(wide_head, wide, labels, wide_head.prototypes)
+    losses = transport(wide_head, wide, labels, wide_head.prototypes)
     expected = gradients(losses, wide, wide_head.weight)
     found = gradients(WassersteinLoss()(head, states, labels), states, head.weight)
-    naive = gradients(plain(head, states, labels, head.prototypes), states, head.weight)
+    naive = gradients(transport(head, states, labels, head.prototypes), states, head.weight)
     for one, other, exact in zip(found, naive, expected, strict=True):
         error, allowed = (one - exact).abs().max(), (other - exact).abs().max()
         assert error < 3 * allowed  # 40 times it, where probabilities are taken to sum to 1
@@ -137,8 +127,7 @@ def test_memory_is_that_of_a_few_chunks(top_k, monkeypatch):
     head = build_head({"name": "linear"}, hidden_size=8, vocab_size=vocab_size)
     states, labels = torch.randn(400, 8, requires_grad=True), torch.randint(vocab_size, (400,))
     loss = WassersteinLoss(top_k=top_k).prepare(head)
-    for name in ("KEPT_ROWS", "MIN_ROWS"):  # of the loop that serves all classes
-        monkeypatch.setattr(engine, name, rows)
+    make_chunks_small(monkeypatch, rows)  # of the loop that serves all classes
     # A dispatch mode would not look into the operator of that loop.
     peak = allocated_peak(lambda: loss(head, states, labels).sum().backward())
     assert peak < 12 * rows * 4 * vocab_size + 10 * head.weight.nbytes

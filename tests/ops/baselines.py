@@ -53,6 +53,12 @@ def harmonic_full_logits(
     return F.cross_entropy(-n * torch.log(distances), labels)
 
 
+def transport(head, hidden_states: Tensor, labels: Tensor, points: Tensor) -> Tensor:
+    """Squared 2-Wasserstein distance `[N]` to the label's point, with the matrix of all costs."""
+    gaps = points[labels].unsqueeze(1) - points  # [N, V, D]
+    return (head(hidden_states).softmax(-1) * gaps.square().sum(-1)).sum(-1)
+
+
 def regime(name: str, num_tokens: int, vocab_size: int, hidden_size: int = 768) -> tuple:
     """Hidden states, prototypes, labels and unit_sphere of a numerical regime, at h_exp = -14."""
     generator = torch.Generator().manual_seed(0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from harmonic_sft.ops import cross_entropy, distance_cross_entropy, operator
-from tests.ops.fused import KINDS, loss_of, with_metrics_of
+from harmonic_sft.ops import cross_entropy, distance_cross_entropy, engine
+from tests.ops.fused import KINDS, loss_of, random_inputs, with_metrics_of
 
 OPTIONS = [
     "plain",
@@ -28,10 +28,8 @@ def forgotten_graphs():
 
 
 def make_inputs(num_tokens=6, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    hidden_states = torch.randn(num_tokens, 5, generator=generator).requires_grad_()
-    prototypes = torch.randn(600, 5, generator=generator).requires_grad_()
-    return hidden_states, prototypes, torch.randint(600, (num_tokens,), generator=generator)
+    hidden_states, prototypes, labels = random_inputs(num_tokens, 600, 5, seed=seed)
+    return hidden_states.requires_grad_(), prototypes.requires_grad_(), labels
 
 
 def make_call(option, kind, **settings):
@@ -158,13 +156,13 @@ def test_compiled_losses_need_no_gradient(mode):
 
 def recorded(monkeypatch, option, kind, **settings):
     """The operator with the arguments of a call, and those of its backward pass."""
-    calls, chunked_op = [], operator.chunked_op
+    calls, chunked_op = [], engine.chunked_op
 
     def watch(*arguments):
         calls.append((chunked_op._opoverload, arguments))
         return chunked_op(*arguments)
 
-    for module in (cross_entropy, operator):
+    for module in (cross_entropy, engine):
         monkeypatch.setattr(module, "chunked_op", watch)
     _, call = make_call(option, kind, **settings)
     (call()[0] * torch.linspace(-1, 2, 6)).sum().backward()

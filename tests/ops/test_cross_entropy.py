@@ -12,11 +12,10 @@ from harmonic_sft.ops import (
     LossOptions,
     TokenMetrics,
     distance_cross_entropy,
-    engine,
     linear_cross_entropy,
 )
 from harmonic_sft.ops.tiles import CPU_WIDTH
-from tests.ops.fused import KINDS, loss_of, with_metrics_of
+from tests.ops.fused import KINDS, loss_of, make_chunks_small, with_metrics_of
 
 EPS = 1e-6
 EXPONENTS = [-14.0, -7.3, -0.5, -1.0]
@@ -115,13 +114,12 @@ class Inputs:
         tensors = [self.hidden_states, self.prototypes, self.options.class_bias, self.h_exp]
         return [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
 
-    def run(self, impl="chunked"):
+    def run(self, impl="chunked", loss_fn=with_metrics_of):
         tensors = (self.hidden_states, self.prototypes, self.labels)
-        shared = {"options": self.options, "impl": impl}
-        return with_metrics_of(self.kind, *tensors, h_exp=self.h_exp, **shared)
+        return loss_fn(self.kind, *tensors, h_exp=self.h_exp, options=self.options, impl=impl)
 
     def loss(self):
-        return self.run()[0]
+        return self.run(loss_fn=loss_of)
 
     def logits(self):
         x, w = self.hidden_states.double(), self.prototypes.double()
@@ -183,12 +181,6 @@ def assert_metrics_near(actual, expected, inputs, tolerance):
     assert_near(best, logits.amax(1), tolerance)
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    for name in ("KEPT_ROWS", "MIN_ROWS", "LOOSE_ROWS"):
-        monkeypatch.setattr(engine, name, 8)
-
-
 def test_the_cases_cover_every_pair_of_factors():
     levels = list(zip(*CASES, strict=True))
     for left, right in combinations(levels, 2):
@@ -200,8 +192,8 @@ def test_the_cases_cover_every_pair_of_factors():
 def test_the_chunked_loss_equals_dense_float64(
     option, shape, kind, h_exp, dtype, rows, monkeypatch
 ):
-    for name in ("KEPT_ROWS", "MIN_ROWS", "LOOSE_ROWS") if rows else ():
-        monkeypatch.setattr(engine, name, rows)
+    if rows:
+        make_chunks_small(monkeypatch, rows)
     inputs = Inputs(option, shape, kind, h_exp, dtype)
     tolerance, gradient_tolerance = TOLERANCES[dtype]
     loss, metrics = inputs.run()
@@ -265,12 +257,12 @@ UPSTREAM = {
 }
 
 
-@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("name", UPSTREAM)
 @pytest.mark.parametrize(
     ("kind", "option"), [("euclidean", "plain"), ("sphere", "recompute"), ("linear", "all")]
 )
-def test_any_upstream_gradient_is_followed_again_and_again(kind, option, name):
+def test_any_upstream_gradient_is_followed_again_and_again(kind, option, name, monkeypatch):
+    make_chunks_small(monkeypatch, 8)
     inputs = Inputs(option, (20, 600, 5), kind, -3.0)
     loss, upstream = inputs.loss(), UPSTREAM[name]
     uniform = {"sum": loss.sum(), "half": loss.sum() / 2, "mean": loss.mean()}

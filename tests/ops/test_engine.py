@@ -16,22 +16,18 @@ from harmonic_sft.ops import (
     cross_entropy,
     distance_cross_entropy,
     engine,
-    operator,
     workspace_bytes,
 )
 from harmonic_sft.ops.workers import Workers
 from harmonic_sft.training.memory import LiveBytes
-from tests.ops.fused import KINDS, loss_of
+from tests.ops.fused import KINDS, loss_of, random_inputs
 
 N, D, V = 9, 6, 1600  # three tiles
 
 
 def make_inputs(dtype=torch.float64):
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype)
-    prototypes = torch.randn(V, D, generator=generator, dtype=torch.float64).to(dtype)
-    labels = torch.randint(V, (N,), generator=generator)
-    return states.requires_grad_(), prototypes.requires_grad_(), labels
+    states, prototypes, labels = random_inputs(N, V, D, torch.float64)
+    return states.to(dtype).requires_grad_(), prototypes.to(dtype).requires_grad_(), labels
 
 
 @pytest.mark.parametrize("zero", ["hidden state", "prototype", "both"])
@@ -103,7 +99,7 @@ def test_a_reduction_costs_no_second_pass(name, monkeypatch):
     def refused(*_):
         raise AssertionError("computed again")
 
-    monkeypatch.setattr(operator, "_weighted", refused)
+    monkeypatch.setattr(engine, "_weighted", refused)
     found = distance_cross_entropy(
         states, prototypes, labels, h_exp=-3.0, reduction=name, options=options
     )

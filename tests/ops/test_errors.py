@@ -11,9 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harmonic_sft.ops import LossOptions, distance_cross_entropy, linear_cross_entropy
-from harmonic_sft.ops.arguments import check_bias, read_target
+from harmonic_sft.ops.arguments import Impl, Reduction, check_bias, read_target
 from harmonic_sft.ops.cross_entropy import _resolve
-from harmonic_sft.ops.options import Impl, Reduction
 
 N, V, D = 4, 5, 3
 
@@ -135,8 +134,10 @@ def test_exponents_and_eps_out_of_range_are_refused(given, message, impl):
 def test_labels_out_of_range_are_refused(labels, message, linear, impl):
     labels = torch.tensor(labels)
     weights = half(N, 1) if labels.dim() == 2 else None
+    threads = torch.get_num_threads()
     with refused(f"labels: expected values {message}. Drop ignored positions first"):
         call(**soft(labels, weights), linear=linear, impl=impl)
+    assert torch.get_num_threads() == threads
 
 
 def test_labels_inside_of_transforms_are_not_looked_at():

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from harmonic_sft.models import DistanceLogits, build_head
-from harmonic_sft.ops import chunked_loss, engine
+from harmonic_sft.ops import chunked_loss
 from tests.head_variants import VARIANTS, D, V
+from tests.ops.baselines import transport
+from tests.ops.fused import assert_same, make_chunks_small
 
 MIXTURES = [name for name in VARIANTS if "multi_head" in name]
 HEADS = [name for name in VARIANTS if name not in MIXTURES and not name.startswith("power")]
@@ -14,8 +16,7 @@ MIX = (0.7, 0.3)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    for name in ("KEPT_ROWS", "MIN_ROWS", "LOOSE_ROWS"):
-        monkeypatch.setattr(engine, name, 4)
+    make_chunks_small(monkeypatch, 4)
 
 
 def transport_loss(form, ground, labels):
@@ -33,29 +34,19 @@ def problem(name, dtype=torch.float64):
 
 
 def plain(head, states, labels, ground):
-    logits = head(states)
-    costs = (ground[labels].unsqueeze(1) - ground).square().sum(-1)  # [N, V]
-    transport = (logits.softmax(-1) * costs).sum(-1)
-    nll = -logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    return MIX[0] * nll + MIX[1] * transport
+    nll = -head(states).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return MIX[0] * nll + MIX[1] * transport(head, states, labels, ground)
 
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize(("moving", "uniform"), [(True, True), (True, False), (False, True)])
 def test_losses_and_gradients_are_those_of_dense_logits(name, moving, uniform):
     head, states, labels = problem(name)
-    upstream = torch.ones(9) if uniform else torch.rand(9)
-    results = []
-    for loss_fn in (
-        lambda ground: transport_loss(head.lazy_logits(states), ground, labels),
-        lambda ground: plain(head, states, labels, ground),
-    ):
-        losses = loss_fn(head.prototypes if moving else head.prototypes.detach())
-        total = losses.sum() if uniform else (losses * upstream).sum()
-        found = torch.autograd.grad(total, [states, *head.parameters()], allow_unused=True)
-        results.append([losses, *found])
-    for mine, expected in zip(*results, strict=True):
-        torch.testing.assert_close(mine, expected)
+    upstream = None if uniform else torch.rand(9)
+    ground = head.prototypes if moving else head.prototypes.detach()
+    found = transport_loss(head.lazy_logits(states), ground, labels)
+    expected = plain(head, states, labels, ground)
+    assert_same(found, expected, [states, *head.parameters()], upstream)
 
 
 @pytest.mark.parametrize("name", ["linear", "dist", "dist off the sphere"])
@@ -107,10 +98,6 @@ def test_what_needs_no_gradient_gets_none():
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_mixture_is_that_of_dense_logits(name, uniform):
     head, states, labels = problem(name)
-    upstream = torch.ones(9) if uniform else torch.rand(9)
-    results = []
-    for losses in (chunked_loss(head.lazy_logits(states), labels).loss, head.nll(states, labels)):
-        total = losses.sum() if uniform else (losses * upstream).sum()
-        results.append([losses, *torch.autograd.grad(total, [states, *head.parameters()])])
-    for mine, expected in zip(*results, strict=True):
-        torch.testing.assert_close(mine, expected)
+    upstream = None if uniform else torch.rand(9)
+    found = chunked_loss(head.lazy_logits(states), labels).loss
+    assert_same(found, head.nll(states, labels), [states, *head.parameters()], upstream)

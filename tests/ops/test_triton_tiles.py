@@ -156,30 +156,29 @@ def test_without_a_token_no_gradient_is_left_unwritten(monkeypatch):
     assert torch.equal(gradient, torch.zeros(V, D))
 
 
-@pytest.mark.parametrize("unit_sphere", [False, True])
-def test_of_many_near_prototypes_the_closest_count(unit_sphere):
+def many_near():
     states, _, labels = make_inputs()
     generator = torch.Generator().manual_seed(1)
     prototypes = torch.randn(8 * 32, D, generator=generator)
     for tile in range(7):  # more tiles than pairs of a row, and the closest stand first
         steps = torch.randn(8, D, generator=generator)
         prototypes[32 * tile : 32 * tile + 8] = states[:8] + 0.01 * (1 + tile) * steps
-    inputs = states[:8], prototypes, 7 * 32 + labels[:8] % 32
-    kind = "sphere" if unit_sphere else "euclidean"
-    expected = harmonic_float64(*inputs, -14.0, unit_sphere)
-    check(run(kind, -14.0, {}, inputs)[:3], expected, 1e-3)
+    return states[:8], prototypes, 7 * 32 + labels[:8] % 32
 
 
-@pytest.mark.parametrize("unit_sphere", [False, True])
-def test_two_near_prototypes_of_one_tile_count(unit_sphere):
-    states, prototypes, labels = make_inputs()
+def two_near():
+    states, prototypes, _ = make_inputs()
     generator = torch.Generator().manual_seed(1)
     for column in (5, 9):  # far nearer than rounding leaves to expanded distances
         prototypes[column] = states[0] * (1 + 2e-4 * torch.randn(D, generator=generator))
-    labels[0] = 60
-    inputs = states[:1], prototypes, labels[:1]
-    kind = "sphere" if unit_sphere else "euclidean"
-    expected = harmonic_float64(*inputs, -14.0, unit_sphere)
+    return states[:1], prototypes, torch.tensor([60])
+
+
+@pytest.mark.parametrize("kind", ["euclidean", "sphere"])
+@pytest.mark.parametrize("make", [many_near, two_near])
+def test_of_near_prototypes_the_closest_count(make, kind):
+    inputs = make()
+    expected = harmonic_float64(*inputs, -14.0, kind == "sphere")
     check(run(kind, -14.0, {}, inputs)[:3], expected, 1e-3)
 
 

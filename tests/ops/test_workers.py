@@ -7,20 +7,14 @@ import os
 import pytest
 import torch
 
-from harmonic_sft.ops import distance_cross_entropy_with_metrics, tiles
+from harmonic_sft.ops import tiles
 from harmonic_sft.ops.workers import cpu_workers
 from tests.ops import fused
-from tests.ops.fused import KINDS
+from tests.ops.fused import KINDS, with_metrics_of
 
 N, V, D = 20, 1600, 8  # four tiles
 loss_of = functools.partial(fused.loss_of, h_exp=-3.5)
-
-
-def make_inputs():
-    generator = torch.Generator().manual_seed(0)
-    hidden_states = torch.randn(N, D, generator=generator)
-    prototypes = torch.randn(V, D, generator=generator)
-    return hidden_states, prototypes, torch.randint(V, (N,), generator=generator)
+make_inputs = functools.partial(fused.random_inputs, N, V, D)
 
 
 def run(kind="sphere", **settings):
@@ -95,14 +89,6 @@ def test_an_error_in_a_tile_is_raised_and_the_next_call_works(monkeypatch):
     assert torch.get_num_threads() == threads
     for first, second in zip(before, run(), strict=True):
         assert torch.equal(first, second)
-
-
-def test_refused_labels_leave_the_threads_as_they_were():
-    hidden_states, prototypes, labels = make_inputs()
-    threads = torch.get_num_threads()
-    with pytest.raises(ValueError, match="labels: expected values from 0 to 1599"):
-        loss_of("sphere", hidden_states, prototypes, labels + 1600)
-    assert torch.get_num_threads() == threads
 
 
 SETTINGS = [{}, {"gradients": "recompute", "label_smoothing": 0.1}]
@@ -206,7 +192,7 @@ def test_prototypes_that_are_not_numbers_spoil_every_token(kind):
 def test_metrics_of_what_is_not_a_number_end():
     hidden_states, prototypes, labels = make_inputs()
     hidden_states[0] = torch.nan
-    _, metrics = distance_cross_entropy_with_metrics(hidden_states, prototypes, labels, h_exp=-3.0)
+    _, metrics = with_metrics_of("sphere", hidden_states, prototypes, labels)
     assert metrics.entropy[0].isnan()
     assert metrics.log_probs[0].isnan()
     assert metrics.entropy[1:].isfinite().all()

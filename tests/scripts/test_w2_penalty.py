@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from harmonic_sft.losses.wasserstein import w2_penalty
+from scripts.grpo_example import w2_penalty
 
 N, V, D = 6, 7, 3
 
