@@ -350,7 +350,11 @@ def is_finished(run: RunConfig) -> bool:
     asked = results["config"]["training"].get("max_steps", -1)  # early stopping may take fewer
     if max(results["steps"], asked) < run.training.get("max_steps", -1):
         return False
-    check_saved(run.output_dir)
+    try:
+        check_saved(run.output_dir)
+    except ValueError as error:
+        logger.warning("The model is made again, from the last whole checkpoint. %s", error)
+        return False
     return True
 
 

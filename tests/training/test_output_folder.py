@@ -150,14 +150,14 @@ def test_a_folder_that_may_not_be_written_is_refused_at_once(
 
 
 @pytest.mark.parametrize("size", [None, -1, 0])
-def test_a_finished_run_whose_weights_are_missing_or_cut_is_refused(again, run_copy, size):
-    path, results = run_copy / "model.safetensors", run_copy / "results" / "train.json"
+def test_weights_of_a_finished_run_that_are_missing_or_cut_are_made_again(
+    again, run_copy, caplog, size
+):
+    path = run_copy / "model.safetensors"
     whole = path.read_bytes()
     path.unlink() if size is None else path.write_bytes(whole[:size])
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        train(again)
-    results.unlink()  # as docs/survives.md says
     train(again)
+    assert re.search(r"The model is made again.* model\.safetensors", caplog.text)
     assert path.read_bytes() == whole
 
 
