@@ -7,3 +7,5 @@ from harmonic_sft.data.sections import (
     Source,
     check_label_settings,
 )
+
+__all__ = ["DataConfig", "EvalConfig", "MaskConfig", "Source", "check_label_settings"]

@@ -8,3 +8,18 @@ from harmonic_sft.losses.sum import TERMS, SumLoss, neighbor_tables
 from harmonic_sft.losses.wasserstein import WassersteinLoss
 
 LOSSES = {**TERMS, "distill": DistillLoss, "sum": SumLoss}
+
+__all__ = [
+    "LOSSES",
+    "ArcFaceLoss",
+    "CosFaceLoss",
+    "CrossEntropyLoss",
+    "DistillLoss",
+    "Distillation",
+    "HarmonicLoss",
+    "InfoNCELoss",
+    "KNNLabelSmoothingLoss",
+    "SumLoss",
+    "WassersteinLoss",
+    "neighbor_tables",
+]
