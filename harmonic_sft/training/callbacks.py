@@ -249,6 +249,26 @@ def place_events_(callbacks: Sequence[TrainerCallback], folder: str) -> None:
             callback.logging_dir = os.path.join(folder, default_logdir())
 
 
+@contextlib.contextmanager
+def lasting_reports(callbacks: Sequence[TrainerCallback]) -> Generator[None]:
+    """Close reporters after the final evaluation, which would open another run after training."""
+    reporters = [c for c in callbacks if isinstance(c, tuple(INTEGRATION_TO_CALLBACK.values()))]
+    ends: list[Callable[[], Any]] = []
+
+    def postpone(end: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        ends.append(partial(end, *args, **kwargs))
+
+    for reporter in reporters:
+        vars(reporter)["on_train_end"] = partial(postpone, reporter.on_train_end)
+    try:
+        yield
+    finally:
+        for reporter in reporters:
+            del vars(reporter)["on_train_end"]
+        for end in ends:
+            end()
+
+
 def check_reporters(names: Sequence[str]) -> None:
     """Refuse reporters that are unknown or not installed, before anything is loaded."""
     available = get_available_reporting_integrations()

@@ -24,7 +24,7 @@ from harmonic_sft.results import (
     write_results,
 )
 from harmonic_sft.training.arguments import check_launch
-from harmonic_sft.training.callbacks import StoppedError, check_reporters
+from harmonic_sft.training.callbacks import StoppedError, check_reporters, lasting_reports
 from harmonic_sft.training.checkpoints import all_checkpoints, last_checkpoint
 from harmonic_sft.training.evaluation import scored_sha256
 from harmonic_sft.training.freezing import parts
@@ -93,9 +93,11 @@ def train(run: RunConfig) -> dict[str, Any]:
     if checkpoint is not None:
         trainer.check_continues(checkpoint)  # now: nothing has been written yet
     _claim(trainer)
+    callbacks = trainer.callback_handler.callbacks
     with trainer.at_work():
         before = _measure_before(trainer, data, checkpoint)
-        trained = _train(trainer, checkpoint)
+        with lasting_reports(callbacks):
+            trained = _train(trainer, checkpoint)
         results = _results(trainer, data, before, trained)
         _publish(trainer, results)
     return results
