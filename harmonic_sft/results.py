@@ -199,7 +199,8 @@ def reading(path: Path) -> Generator[None]:
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table to standard output, numbers to the right and nothing cut off.
 
-    Heads of columns are wrapped, words as a whole; in a terminal so are long cells. Floats have
+    Heads of columns are wrapped, words as a whole; in a terminal so are long cells, and there
+    words of text over `LEAST_WIDTH` letters are folded. Floats have
     three decimals or digits, and None is `-`.
     """
     cells = [[_cell(value) for value in row] for row in rows]
@@ -207,18 +208,19 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
     if not console.is_terminal:
         console.width = 10_000  # in a file every row is one line
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    least = 1  # of the whole table: one character before, three beside every column
     for index, column in enumerate(columns):
         texts = [row[index] for row in cells if row[index] != "-"]
-        is_number = all(NUMBER.fullmatch(text) for text in texts)
         width = max(map(cell_len, [*column.split(), *texts]), default=0)
-        words = max(map(cell_len, " ".join([column, *texts]).split()), default=0)
-        table.add_column(
-            column,
-            justify="right" if is_number else "left",
-            overflow="fold",
-            min_width=width if is_number else min(words, LEAST_WIDTH),
-            max_width=width,
-        )
+        if all(NUMBER.fullmatch(text) for text in texts):
+            table.add_column(column, justify="right", overflow="fold", width=width)
+            least += 3 + width
+        else:
+            words = max(map(cell_len, " ".join([column, *texts]).split()), default=0)
+            low = min(words, LEAST_WIDTH)
+            table.add_column(column, overflow="fold", min_width=low, max_width=width)
+            least += 3 + low
+    console.width = max(console.width, least)
     for row in cells:
         table.add_row(*row)
     console.print(table, crop=False)

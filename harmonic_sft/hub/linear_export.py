@@ -40,6 +40,7 @@ In its place stands a linear head, for software that knows no other. **Only the 
 is kept**: greedy decoding gives what the trained model gives, and so does any search that looks at
 the order alone. A softmax over these logits does not give the probabilities of the trained model,
 so sampling, beam search and perplexity differ."""
+KEPT = "The head of the trained model was linear already, and is the same."
 ROUNDED = "The head is rounded to {}: tokens with almost the same logit may change places."
 ALONE = f"""`{LINEAR_HEAD_FILE}` holds the head alone, for the hidden states of the trained
 encoder: the logits are `hidden_states @ weight.T`, plus `bias` if there is one."""
@@ -232,13 +233,16 @@ def _readme(model: HarmonicHeadModel, head: LinearHead, native: PreTrainedModel 
     settings, config = model.dist_head.settings(), model.config
     output = head if native is None else native.get_output_embeddings()
     has_softcap = native is not None and hasattr(native.config, SOFTCAP)
+    is_kept = type(model.dist_head) is LinearHead and (not settings.get("softcap") or has_softcap)
     parts = ["# A linear head"]
-    if type(model.dist_head) is not LinearHead or (settings.get("softcap") and not has_softcap):
-        parts.append(REPLACED.format(json.dumps(settings)))
-    parts.append(ROUNDED.format(str(output.weight.dtype).removeprefix("torch.")))
+    parts.append(KEPT if is_kept else REPLACED.format(json.dumps(settings)))
+    if not is_kept or output.weight.dtype != torch.float32:
+        parts.append(ROUNDED.format(str(output.weight.dtype).removeprefix("torch.")))
     if native is None:
         parts.append(ALONE)
     if base := public_base(config):
         revision = f" at commit {config.base_revision}" if config.base_revision else ""
-        parts.append(f"The base is {base}{revision}. Its license holds for this model too.")
+        parts.append(
+            f"The base is {base}{revision}. Its license, and that of the trained model, hold here."
+        )
     return "\n\n".join(parts) + "\n"

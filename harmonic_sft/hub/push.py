@@ -5,6 +5,7 @@ import logging
 import tempfile
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from huggingface_hub import (
@@ -40,6 +41,7 @@ from harmonic_sft.models import BLOCKS_FILE, HEAD_FILE, HarmonicConfig, objectiv
 from harmonic_sft.results import without_secrets
 
 logger = logging.getLogger(__name__)
+MAX_QUOTED = 200  # characters of a message of the Hub
 # Files that an earlier push may have left.
 CODE = tuple(path.name for path in Path(objective.__file__).parent.glob("[!_]*.py"))
 OURS = (
@@ -66,6 +68,7 @@ ADVICE = {
     403: "You may not do this there. Use a token with write access, or a repo of your own",
     404: "There is no such repo, or the token may not see it",
     409: "The repo was changed at the same moment",
+    429: "The Hub limits how often an account may ask. Wait a while",
     500: "The Hub has a problem",
 }
 # What the client raises without an answer, and after one of a login page or a proxy.
@@ -275,5 +278,5 @@ def _reason(error: BaseException) -> str:
     elif isinstance(error, HTTPError):
         advice = "The connection failed. Check the network"
     first, *_ = words.strip().split("\n")
-    line = without_secrets(f"{kind}: {first.rstrip('.')}")
+    line = shorten(without_secrets(f"{kind}: {first}"), MAX_QUOTED).rstrip(": .")
     return f"{advice} ({line})." if advice else f"{line}."

@@ -33,7 +33,7 @@ from harmonic_sft.training.run_config import (
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
 NOT_IN_CONFIG = (
-    "accelerator_config",  # see `check_launch`
+    "accelerator_config",  # refused, but for the defaults, by `check_launch`
     "hub_model_id",
     "hub_private_repo",
     "hub_revision",

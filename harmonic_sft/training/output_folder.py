@@ -16,7 +16,13 @@ from accelerate.utils import broadcast_object_list, gather_object
 from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
 from harmonic_sft.hub.run_folder import check_saved
 from harmonic_sft.losses import DistillLoss, InfoNCELoss, SumLoss
-from harmonic_sft.results import leaves, read_whole, without_secrets, write_whole
+from harmonic_sft.results import (
+    leaves,
+    read_results,
+    read_whole,
+    without_secrets,
+    write_whole,
+)
 from harmonic_sft.training.arguments import TOP
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
@@ -352,6 +358,10 @@ def is_finished(run: RunConfig) -> bool:
         return False
     try:
         check_saved(run.output_dir)
+        read_results(run.output_dir / "config.json")
+        tokenizer = read_results(run.output_dir / "tokenizer_config.json")
+        if tokenizer.get("backend") == "tokenizers":  # others have other files, or none
+            read_results(run.output_dir / "tokenizer.json")
     except ValueError as error:
         logger.warning("The model is made again, from the last whole checkpoint. %s", error)
         return False

@@ -346,6 +346,7 @@ class ResumableTrainer(Trainer):
             save_neighbors(folder, self.model.loss_fn)
             is_part = has_lora(self.model) or self.args.save == "trainable"
             is_quantized = quantization_method(self.model.config) is not None
+            # Whole quantized weights change as they are used: they have no checksum.
             if self._frozen is None and (is_part or not is_quantized):
                 self._frozen = frozen_sha256(self.model)  # once: it takes seconds
             write_manifest(

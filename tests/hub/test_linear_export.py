@@ -99,8 +99,8 @@ def test_all_tokens_are_ranked_as_before(bases, tmp_path, family, head, dtype):
     text = (tmp_path / "linear" / "README.md").read_text()
     assert ("probabilities" in text) == ("linear" not in head)
     assert ('"unit_sphere": true' in text) == (head == "sphere")
-    assert "rounded to float32" in text
-    assert f"The base is {family}. Its license holds" in text
+    assert ("rounded to float32" in text) == ("linear" not in head)
+    assert f"The base is {family}. Its license, and that of the trained model, hold" in text
 
 
 def test_the_tokenizer_goes_with_it_and_nothing_private(bases, tmp_path):
@@ -132,7 +132,7 @@ def test_an_export_names_the_base_and_no_code_of_it(bases, causal_base, tmp_path
     target = export_linear(tmp_path / "model", tmp_path / "linear")
     card = (target / "README.md").read_text()
     assert "other/repo" not in "".join([card, *(p.read_text() for p in target.glob("*.json"))])
-    assert f"The base is me/base at commit {'a' * 40}. Its license holds" in card
+    assert f"The base is me/base at commit {'a' * 40}. Its license, and that" in card
     assert ("`linear_head.safetensors` holds the head alone" in card) != is_causal
 
 

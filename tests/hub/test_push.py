@@ -163,7 +163,10 @@ def test_a_branch_is_made_and_main_stays(hub, client, pushed):
     [
         ({"method": "POST", "path_part": "/commit/", "status": 403}, "may not do this there"),
         ({"method": "POST", "path_part": "/commit/", "status": 409}, "changed at the same moment"),
-        ({"method": "POST", "path_part": "/commit/", "status": 429}, "refused .HTTP 429: Too Many"),
+        (
+            {"method": "POST", "path_part": "/commit/", "status": 429},
+            "how often an account may ask. Wait a while .HTTP 429: Too Many",
+        ),
         ({"method": "POST", "path_part": "/commit/", "status": 500}, r"Hub has a problem \(HTTP 5"),
         ({"method": "POST", "path_part": "/commit/", "status": None}, "connection failed"),
         (
@@ -407,6 +410,10 @@ def test_the_words_of_the_hub_are_one_line_without_a_token(monkeypatch):
     words = "hf_test_of_words may not see https://x.org/?token=1.\nTwo"
     error = HfHubHTTPError("", response=response, server_message=words)
     assert _reason(error) == "It was refused (HTTP 400: hf_... may not see https://x.org/)."
+    error.server_message = "long " * 900
+    assert len(_reason(error)) < 250
+    error.server_message = ""
+    assert _reason(error) == "It was refused (HTTP 400)."
 
 
 def test_repos_of_other_models_are_refused(hub, client, pushed):

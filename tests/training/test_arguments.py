@@ -272,6 +272,18 @@ def test_several_gpus_in_one_process_are_refused(arguments, monkeypatch):
     )
     with pytest.raises(ValueError, match=message):
         check_launch(args)
-    args = arguments(accelerator_config={"even_batches": False})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"even_batches": False},
+        {"split_batches": True},
+        {"dispatch_batches": True},
+        {"use_seedable_sampler": False},
+    ],
+)
+def test_other_settings_of_accelerate_than_the_defaults_are_refused(arguments, changed):
+    args = arguments(accelerator_config=changed)
     with pytest.raises(ValueError, match=r"accelerator_config: expected nothing, got .*own rows"):
         check_launch(args)

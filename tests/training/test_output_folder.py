@@ -149,16 +149,25 @@ def test_a_folder_that_may_not_be_written_is_refused_at_once(
         check_output_folder(run)
 
 
-@pytest.mark.parametrize("size", [None, -1, 0])
-def test_weights_of_a_finished_run_that_are_missing_or_cut_are_made_again(
-    again, run_copy, caplog, size
+@pytest.mark.parametrize(
+    ("name", "damages"),
+    [
+        ("model.safetensors", (None, -1, 0)),
+        ("config.json", (None, -5)),
+        ("tokenizer.json", (None, 9)),
+        ("tokenizer_config.json", (None,)),
+    ],
+)
+def test_a_model_of_which_a_file_is_missing_or_cut_is_made_again(
+    again, finished_run, caplog, name, damages
 ):
-    path = run_copy / "model.safetensors"
-    whole = path.read_bytes()
-    path.unlink() if size is None else path.write_bytes(whole[:size])
-    train(again)
-    assert re.search(r"The model is made again.* model\.safetensors", caplog.text)
-    assert path.read_bytes() == whole
+    path, whole = again.output_dir / name, (finished_run / name).read_bytes()
+    for size in damages:
+        path.unlink() if size is None else path.write_bytes(whole[:size])
+        train(again)
+        assert path.read_bytes() == whole
+    said = "The model is made again, from the last whole checkpoint."
+    assert caplog.text.count(said) == len(damages)
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,8 @@ REFUSED = [
     ),
     # transformers' arguments.
     (["training.fp16=true"], "training.fp16: expected nothing, got True; use model.dtype"),
+    (["training.bf16=true"], "training.bf16: expected nothing, got True; use model.dtype"),
+    (["data.context_length=0"], "data.context_length: expected"),
     (["training.resume_from_checkpoint=true"], "expected nothing, got True; use resume: true"),
     (["training.lr_scheduler_type=linear"], "schedule: expected nothing beside training.lr_sch"),
     (["training.push_to_hub=true"], "write hub: {push: true, repo_id: owner/name}"),
