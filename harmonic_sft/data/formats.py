@@ -78,14 +78,14 @@ def recognize(row: Mapping[str, Any]) -> Format:
     is_answered = any(isinstance(row.get(name), str) for name in ("output", "response"))
     if is_answered and isinstance(row.get("instruction"), str):
         return "alpaca"
-    if isinstance(row.get("text", False), str | None):
+    if isinstance(row.get("text"), str):
         return "text"
     found = {name: type(value).__name__ for name, value in row.items()}
     raise ValueError(
         "format: expected the columns text, prompt and completion, messages (role, content), "
         "conversations (from, value), instruction and output, or input_ids, got "
-        f"{found} in the first readable row. Name the column of text by `column` of the source, "
-        "in Python by `text_column`, or set `format`."
+        f"{found}. Name the column of text by `column` of the source, in Python by "
+        "`text_column`."
     )
 
 

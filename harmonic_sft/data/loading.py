@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,11 +61,13 @@ from harmonic_sft.data.sources import (
     load_documents,
     most_streams,
     names_of_classes,
+    readable_rows,
 )
 from harmonic_sft.data.streams import LogicalStream, Members, Snapshot, StreamedRows
 from harmonic_sft.models import max_positions
 
 logger = logging.getLogger(__name__)
+SAMPLE = 100  # rows, the first of which that can be read decides on the format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,8 +390,17 @@ def _open(
 ) -> tuple[Documents, RowMaker]:
     name = source.path if isinstance(source, GivenSource) else place
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
+    try:
+        row_format = _format_of(first, config, source, name=name, task=task)
+    except ValueError:  # of a bad first row, which is reported when it is read
+        for row in itertools.islice(readable_rows(documents), 1, SAMPLE):
+            with suppress(ValueError):
+                row_format = _format_of(row, config, source, name=name, task=task)
+                break
+        else:
+            raise
     read = Reader(
-        row_format=_format_of(first, config, source, name=name, task=task),
+        row_format=row_format,
         tokenizer=tokenizer,
         loss_on=config.loss_on,
         column=source.column,

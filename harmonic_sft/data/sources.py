@@ -22,6 +22,7 @@ from datasets import (
     load_from_disk,
 )
 from datasets.data_files import FILES_TO_IGNORE
+from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
 from huggingface_hub import metadata_load
 from pydantic import Field
@@ -120,7 +121,7 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
         # A stream keeps its position for state_dict() even after the iterator is gone.
         for row in copy.deepcopy(documents):
             if BAD not in row:
-                return documents, {key: row[key] for key in row if key != PLACE}
+                return documents, _without_place(row)
             bad_rows.report(name, row[PLACE], *row[BAD])
     reasons = "".join(f" {reason}." for reason in bad_rows.first[:1])
     raise ValueError(f"{name}.path: expected documents, got none in {shown(source.path)}.{reasons}")
@@ -171,6 +172,15 @@ def _located(path: str) -> str:
     return shown(path) + (f" in the current folder, {str(Path.cwd())!r}" if is_relative else "")
 
 
+def readable_rows(documents: Documents) -> Iterator[Row]:
+    """Yield the rows that can be read, without `PLACE`, and leave a stream where it is."""
+    return (_without_place(row) for row in copy.deepcopy(documents) if BAD not in row)
+
+
+def _without_place(row: Row) -> Row:
+    return {key: row[key] for key in row if key != PLACE}
+
+
 def numbered_rows(rows: Iterable[Row], name: str, first: int = 0) -> Iterator[Row]:
     """Yield rows with their `NUMBER`, counted from `first`; bad ones have that of the next one.
 
@@ -204,10 +214,10 @@ def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> 
     if column not in row:
         nearest = did_you_mean(column, list(row))
         raise ValueError(f"{name}: expected one of {sorted(row)}, got {column!r}{nearest}")
-    if is_text and not isinstance(row[column], str | None):
+    if is_text and not isinstance(row[column], str):
         raise ValueError(
             f"{name}: expected a column of text, got {column!r}, "
-            f"which holds {type(row[column]).__name__} in the first readable row."
+            f"which holds {type(row[column]).__name__}."
         )
 
 
@@ -377,10 +387,21 @@ def _explained(source: Source, name: str) -> Generator[None]:
     """Turn any failure into one line about the source; our own errors pass as they are."""
     try:
         yield
+    except DatasetNotFoundError as error:
+        raise ValueError(
+            f"{name}.path: expected a data set on the Hub that you may read, got {source.path!r}. "
+            "Check the name, and log in if it is private or gated."
+        ) from error
     # The libraries fail in dozens of ways (files, network, parsers); each is bad input here.
     except Exception as error:
         if str(error).startswith(name):
             raise
+        if isinstance(error, ConnectionError) and HUB_NAME.fullmatch(source.path):
+            raise ValueError(
+                f"{name}.path: expected a data set on the Hub, got {source.path!r}, and the Hub "
+                "cannot be reached. Check the name and the network, give a local path, or set "
+                "HF_HUB_OFFLINE=1 with a filled cache."
+            ) from error
         reason = one_line(error.__cause__ or error)
         raise ValueError(
             f"{name}: expected readable documents, got {shown(source.path)}, which fails: {reason}"

@@ -208,21 +208,13 @@ def test_files_that_leave_nothing_to_train_on_are_refused(
         load(tokenizer, Source(path=str(tmp_path / name)), eval=EvalConfig(documents=1))
 
 
-def test_a_first_row_without_text_is_as_bad_as_any(tokenizer, write):
-    rows = [{"text": None}, *({"text": f"word{index} word2"} for index in range(8))]
+@pytest.mark.parametrize("first", [{"text": None}, {"messages": []}, {"other": 1}])
+def test_a_bad_first_row_is_as_bad_as_any(tokenizer, write, first):
+    rows = [first, *({"text": f"word{index} word2"} for index in range(8))]
     source = Source(path=write(rows))
     assert load(tokenizer, source, on_bad_row="skip").bad_rows.total == 1
     with pytest.raises(ValueError, match=r"rows\.jsonl', line 1\. Repair it"):
         load(tokenizer, source)
-
-
-def test_the_format_is_that_of_the_first_row(tokenizer, write):
-    turns = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}]
-    source = {"path": write([{"messages": []}, *[{"messages": turns}] * 8])}
-    settings = {"on_bad_row": "skip", "eval": {"documents": 0}}
-    with pytest.raises(ValueError, match=r"format: .* got {'messages': 'list'} in the first read"):
-        load(tokenizer, source, **settings)
-    assert load(tokenizer, source | {"format": "messages"}, **settings).bad_rows.total == 1
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features
+from datasets.exceptions import DatasetNotFoundError
 from pydantic import TypeAdapter, ValidationError
 
 from harmonic_sft.data import sources
@@ -307,10 +308,8 @@ def test_failure_of_a_library_is_named_by_source_and_place():
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (
-            ConnectionError("a\nb"),
-            "data.sources[0]: expected readable documents, got 'owner/corpus'",
-        ),
+        (ConnectionError("a\nb"), "the Hub cannot be reached. Check the name and the network"),
+        (DatasetNotFoundError("x"), "expected a data set on the Hub that you may read"),
         (ValueError("BuilderConfig 'x' not found.\nAvailable: ['y']"), "Available: ['y']"),
         (RuntimeError(), "which fails: RuntimeError"),
     ],
