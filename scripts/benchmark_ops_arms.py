@@ -16,6 +16,7 @@ from harmonic_sft.ops import (
     LossOptions,
     chunked_loss,
     distance_cross_entropy,
+    distance_cross_entropy_with_metrics,
     linear_cross_entropy,
 )
 from tests.ops.baselines import harmonic_full_logits, linear_full_logits
@@ -167,8 +168,8 @@ def _learned_exponent(hidden_states: Tensor, prototypes: Tensor, labels: Tensor)
 
 
 def _with_metrics(hidden_states: Tensor, prototypes: Tensor, labels: Tensor) -> Tensor:
-    logits = DistanceLogits(hidden_states, prototypes, eps=1e-6, **DISTANCE)
-    return chunked_loss(logits, labels, with_metrics=True).loss.sum() / len(labels)
+    loss, _ = distance_cross_entropy_with_metrics(hidden_states, prototypes, labels, **DISTANCE)
+    return loss.sum() / len(labels)
 
 
 def _linear(**settings: Any) -> LossFn:

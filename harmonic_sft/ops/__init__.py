@@ -4,7 +4,9 @@ from harmonic_sft.ops.arguments import Impl, LossOptions, Reduction, TokenMetric
 from harmonic_sft.ops.cross_entropy import (
     chunked_loss,
     distance_cross_entropy,
+    distance_cross_entropy_with_metrics,
     linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
 )
 from harmonic_sft.ops.dense_chunks import by_chunks
 from harmonic_sft.ops.engine import workspace_bytes
@@ -17,6 +19,8 @@ __all__ = [
     "by_chunks",
     "chunked_loss",
     "distance_cross_entropy",
+    "distance_cross_entropy_with_metrics",
     "linear_cross_entropy",
+    "linear_cross_entropy_with_metrics",
     "workspace_bytes",
 ]

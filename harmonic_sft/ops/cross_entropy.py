@@ -15,6 +15,7 @@ from harmonic_sft.ops.arguments import (
     LossOptions,
     Reduction,
     Results,
+    TokenMetrics,
     check_choice,
     check_count,
     check_inputs,
@@ -84,7 +85,7 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
         heavy tails of this loss.
     """
     logits = DistanceLogits(hidden_states, prototypes, h_exp, unit_sphere, eps)
-    return _reduced(_cross_entropy(logits, labels, options, impl), reduction)
+    return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)
 
 
 def linear_cross_entropy(
@@ -116,7 +117,42 @@ def linear_cross_entropy(
         NotImplementedError: Forward-mode differentiation of anything but impl="reference".
     """
     logits = AffineLogits(hidden_states, prototypes)
-    return _reduced(_cross_entropy(logits, labels, options, impl), reduction)
+    return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)
+
+
+def distance_cross_entropy_with_metrics(
+    hidden_states: Tensor,
+    prototypes: Tensor,
+    labels: Tensor,
+    *,
+    h_exp: float | Tensor,
+    unit_sphere: bool = True,
+    eps: float = 1e-6,
+    options: LossOptions = _DEFAULT,
+    impl: Impl = "auto",
+) -> tuple[Tensor, TokenMetrics]:
+    """Return `distance_cross_entropy` and, from the same pass, the metrics of each token.
+
+    Arguments and errors are those of `distance_cross_entropy`.
+    """
+    logits = DistanceLogits(hidden_states, prototypes, h_exp, unit_sphere, eps)
+    return _cross_entropy(logits, labels, options, impl, with_metrics=True)
+
+
+def linear_cross_entropy_with_metrics(
+    hidden_states: Tensor,
+    prototypes: Tensor,
+    labels: Tensor,
+    *,
+    options: LossOptions = _DEFAULT,
+    impl: Impl = "auto",
+) -> tuple[Tensor, TokenMetrics]:
+    """Return `linear_cross_entropy` and, from the same pass, the metrics of each token.
+
+    Arguments and errors are those of `linear_cross_entropy`.
+    """
+    logits = AffineLogits(hidden_states, prototypes)
+    return _cross_entropy(logits, labels, options, impl, with_metrics=True)
 
 
 def _reduced(loss: Tensor, reduction: str) -> Tensor:
@@ -127,8 +163,13 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
 
 
 def _cross_entropy(
-    logits: AffineLogits | DistanceLogits, labels: Tensor, options: LossOptions, impl: str
-) -> Tensor:
+    logits: AffineLogits | DistanceLogits,
+    labels: Tensor,
+    options: LossOptions,
+    impl: str,
+    *,
+    with_metrics: bool = False,
+) -> tuple[Tensor, TokenMetrics]:
     check_inputs(logits.hidden_states, logits.weight, labels, options, impl)
     if isinstance(logits, DistanceLogits):
         h_exp = logits.h_exp
@@ -137,8 +178,9 @@ def _cross_entropy(
         if isinstance(h_exp, Tensor) and h_exp.dim():
             raise ValueError(f"h_exp: expected a number or a tensor of no axis, got {h_exp.shape}")
     if impl == "reference":
-        return reference_cross_entropy(logits, labels, options)[0]
-    return chunked_loss(logits, labels, options=options, impl=impl).loss
+        return reference_cross_entropy(logits, labels, options)
+    results = chunked_loss(logits, labels, options=options, impl=impl, with_metrics=with_metrics)
+    return results.loss, results.metrics
 
 
 def chunked_loss(

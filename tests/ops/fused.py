@@ -2,15 +2,14 @@
 
 import torch
 
-from harmonic_sft.models import AffineLogits, DistanceLogits
 from harmonic_sft.ops import (
     LossOptions,
-    chunked_loss,
     distance_cross_entropy,
+    distance_cross_entropy_with_metrics,
     engine,
     linear_cross_entropy,
+    linear_cross_entropy_with_metrics,
 )
-from harmonic_sft.ops.reference import reference_cross_entropy
 
 KINDS = ["euclidean", "sphere", "linear"]
 
@@ -24,17 +23,12 @@ def loss_of(kind, *tensors, h_exp=-3.0, reduction="none", impl="auto", options=N
     return distance_cross_entropy(*tensors, h_exp=h_exp, unit_sphere=sphere, **shared)
 
 
-def with_metrics_of(
-    kind, states, prototypes, labels, h_exp=-3.0, impl="auto", options=None, **fields
-):
-    options = options or LossOptions(**fields)
-    logits = DistanceLogits(states, prototypes, h_exp, kind == "sphere", 1e-6)
+def with_metrics_of(kind, *tensors, h_exp=-3.0, impl="auto", options=None, **fields):
+    shared = {"impl": impl, "options": options or LossOptions(**fields)}
     if kind == "linear":
-        logits = AffineLogits(states, prototypes)
-    if impl == "reference":
-        return reference_cross_entropy(logits, labels, options)
-    results = chunked_loss(logits, labels, options=options, impl=impl, with_metrics=True)
-    return results.loss, results.metrics
+        return linear_cross_entropy_with_metrics(*tensors, **shared)
+    sphere = kind == "sphere"
+    return distance_cross_entropy_with_metrics(*tensors, h_exp=h_exp, unit_sphere=sphere, **shared)
 
 
 def random_inputs(num_tokens, vocab_size, hidden_size, dtype=torch.float32, seed=0):
@@ -50,12 +44,12 @@ def make_chunks_small(monkeypatch, rows):
         monkeypatch.setattr(engine, name, rows)
 
 
-def assert_same(found, expected, inputs, upstream=None, **tolerances):
+def assert_same(found, expected, inputs, upstream=None, *, allow_unused=False, **tolerances):
     """Compare losses `[N]` and the gradients of 3 times their sum, or of one with weights."""
     results = []
     for losses in (found, expected):
         total = 3 * losses.sum() if upstream is None else (losses * upstream).sum()
-        gradients = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(total, inputs, retain_graph=True, allow_unused=allow_unused)
         results.append([losses, *gradients])
     for mine, other in zip(*results, strict=True):
         torch.testing.assert_close(mine, other, **tolerances)

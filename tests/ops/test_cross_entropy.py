@@ -114,12 +114,13 @@ class Inputs:
         tensors = [self.hidden_states, self.prototypes, self.options.class_bias, self.h_exp]
         return [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
 
-    def run(self, impl="chunked", loss_fn=with_metrics_of):
+    def run(self, impl="chunked"):
         tensors = (self.hidden_states, self.prototypes, self.labels)
-        return loss_fn(self.kind, *tensors, h_exp=self.h_exp, options=self.options, impl=impl)
+        shared = {"options": self.options, "impl": impl}
+        return with_metrics_of(self.kind, *tensors, h_exp=self.h_exp, **shared)
 
     def loss(self):
-        return self.run(loss_fn=loss_of)
+        return self.run()[0]
 
     def logits(self):
         x, w = self.hidden_states.double(), self.prototypes.double()

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 
-from harmonic_sft.ops import distance_cross_entropy
+from harmonic_sft.ops import distance_cross_entropy, distance_cross_entropy_with_metrics
 from harmonic_sft.ops.geometry import GradientProducts
 from tests.ops.baselines import harmonic_float64, harmonic_full_logits, regime
 from tests.ops.fused import KINDS, with_metrics_of
@@ -164,8 +164,9 @@ def test_identical_prototypes_share_their_probability(unit_sphere):
     labels = torch.tensor([3, 4, 3, 4])
     inputs = (hidden_states, prototypes, labels)
     assert_as_in_float64(*inputs, -14.0, 1e-4, unit_sphere=unit_sphere)
-    kind = "sphere" if unit_sphere else "euclidean"
-    loss, metrics = with_metrics_of(kind, *inputs, h_exp=-14.0)
+    loss, metrics = distance_cross_entropy_with_metrics(
+        *inputs, h_exp=-14.0, unit_sphere=unit_sphere
+    )
     assert loss[:3] == pytest.approx(0.6931472, rel=1e-5)
     assert metrics.entropy[:3] == pytest.approx(0.6931472, rel=1e-5)
     assert metrics.predictions.tolist()[3] == 1

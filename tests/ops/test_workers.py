@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from harmonic_sft.ops import tiles
+from harmonic_sft.ops import distance_cross_entropy_with_metrics, tiles
 from harmonic_sft.ops.workers import cpu_workers
 from tests.ops import fused
-from tests.ops.fused import KINDS, with_metrics_of
+from tests.ops.fused import KINDS
 
 N, V, D = 20, 1600, 8  # four tiles
 loss_of = functools.partial(fused.loss_of, h_exp=-3.5)
@@ -192,7 +192,7 @@ def test_prototypes_that_are_not_numbers_spoil_every_token(kind):
 def test_metrics_of_what_is_not_a_number_end():
     hidden_states, prototypes, labels = make_inputs()
     hidden_states[0] = torch.nan
-    _, metrics = with_metrics_of("sphere", hidden_states, prototypes, labels)
+    _, metrics = distance_cross_entropy_with_metrics(hidden_states, prototypes, labels, h_exp=-3.0)
     assert metrics.entropy[0].isnan()
     assert metrics.log_probs[0].isnan()
     assert metrics.entropy[1:].isfinite().all()
