@@ -18,14 +18,14 @@ def names_of(name):
 
 
 def test_every_test_of_a_client_has_a_row_and_every_row_a_test():
-    """A link names a file, and its title, if it has one, a test in it."""
-    link = re.compile(r'\[test\]\(\.\./(tests/[\w/]+\.py)(?: "(test_\w+)")?\)')
+    """The text of a link is the name of a test in its file, or of the file."""
+    link = re.compile(r"\[`(test_\w+(?:\.py)?)`\]\(\.\./(tests/[\w/]+\.py)\)")
     clients = "tests/ecosystem/test_clients.py"
     named = [link.findall(row[-1]) for row in ROWS]
     assert all(len(links) == 1 for links in named)
-    assert {name for [(path, name)] in named if path == clients} == names_of(clients)
-    for path, name in link.findall(PAGE):
-        assert name in {"", *names_of(path)}, name
+    assert {name for [(name, path)] in named if path == clients} == names_of(clients)
+    for name, path in link.findall(PAGE):
+        assert name in {Path(path).name, *names_of(path)}, name
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
