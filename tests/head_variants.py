@@ -12,7 +12,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear": {"name": "linear"},
     "linear without bias": {"name": "linear", "bias": False},
     "dist": {"name": "dist"},
-    "dist off the sphere": {"name": "dist", "unit_sphere": False},
+    "dist off the sphere": {"name": "dist", "unit_sphere": False, "eps": 1e-3},
     "dist learned": {"name": "dist", "learn_h_exp": True},
     "dist mahalanobis": {"name": "dist", "metric": "mahalanobis"},
     "dist mahalanobis off the sphere": {
@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "l2": {"name": "l2"},
     "l2 fixed": {"name": "l2", "scale": 0.5, "learn_scale": False},
     "power": {"name": "power"},
-    "power -2": {"name": "power", "power": -2.0},
+    "power -2": {"name": "power", "power": -2.0, "eps": 1e-4},
     "rotation": {"name": "rotation"},
     "rotation of dist": {"name": "rotation", "inner": {"name": "dist", "h_exp": -5.0}},
     "rotation of multi_head": {

@@ -64,10 +64,14 @@ class Conversation:
 
 
 class ConversationWriter:
-    """Writes conversations by the tokenizer's chat template, or in a form of ours without one.
+    r"""Writes conversations by the tokenizer's chat template, or in a form of ours without one.
 
-    The parts of our form are tokenized one by one, so no token lies across the edge of what is
-    scored. A chat template's text is tokenized as a whole. Scored is what it marks by
+    Our form of a turn is its role as text, `user:\n`, its content, and an end-of-turn token: the
+    tokenizer's sep token, or its eos token. Tool calls follow the content as `<tool_call>`, JSON,
+    `</tool_call>`; the definitions of tools are a first turn `tools:\n`. The parts are tokenized
+    one by one, so no token lies across the edge of what is scored.
+
+    A chat template's text is tokenized as a whole. Scored is what it marks by
     `{% generation %}`; without that, what an assistant turn adds to the text before it and its
     header. A token across an edge counts as the turn's, and so does the special token that ends
     the turn, but not whitespace after it.

@@ -196,7 +196,7 @@ def _leave_out(name: str) -> None:
     logger.warning(
         "base %s: its own head is of no kind that is known here, and is left out with any layers "
         "before its output layer. What the new head sees has not passed through them: expect a "
-        "high loss before training.",
+        "high loss before training. Whether the base was loaded well is not checked by it.",
         name,
     )
 
@@ -424,6 +424,8 @@ def _masked_head(model: PreTrainedModel) -> Head | None:
     generators, ALBERT).
     """
     config, output = model.config, model.get_output_embeddings()
+    if type(model) is not MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None):
+        return None  # a subclass may compute something else
     shape = (config.vocab_size, config.hidden_size)
     if not isinstance(output, nn.Linear) or output.weight.shape != shape:
         return None

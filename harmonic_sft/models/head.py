@@ -399,7 +399,8 @@ def near_pairs(
     On a CPU these are the pairs below `NEAR` * `norms`: the closest ones, at most `MOST_NEAR` a row
     on average, so that memory stays bounded. Elsewhere, and while torch compiles or exports, they
     are the `MOST_NEAR` closest of every row, since there no value may decide a shape or halt the
-    device. `norms` are |x|^2 + |w|^2, `[N, V]` or of no axis.
+    device. `squared` is `[N, V]`, `norms` are |x|^2 + |w|^2, `[N, V]` or of no axis, and `labels`
+    are `[N, 1]`.
 
     Returns:
         Their rows `[P]`, their classes `[P]`, and whether no near pair is left out for certain.

@@ -347,13 +347,14 @@ class HarmonicClassifier(HarmonicHeadModel):
         self._random_weight: Tensor | None = None  # of a new head, to see whether it trains
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        """Return logits `[B, T, V]`; in training a head that is random and frozen is refused."""
-        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._check_head_trains()
+        self._check_head_trains()
         return super()._logits(hidden_states)
 
     def _check_head_trains(self) -> None:
-        """Refuse a new head that stays random; once it has changed, stop looking."""
+        """Refuse to train around a new head that stays random; if it has changed, stop looking."""
+        is_training = self.training and torch.is_grad_enabled()
+        if not is_training or torch.compiler.is_compiling():
+            return
         head, random = self.active_head, self._random_weight
         if random is None or trains(head):
             return
@@ -477,6 +478,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         if labels is not None and self.has_free_labels(labels):
             logits = self._logits(hidden_states)
             return self._free_loss(logits, labels, options["label_weights"], num_items_in_batch)
+        self._check_head_trains()
         if labels is not None and labels.numel() == hidden_states[..., 0].numel():
             labels = labels.reshape(hidden_states.shape[:2])
         return super()._loss(hidden_states, labels, num_items_in_batch, **options)

@@ -113,7 +113,8 @@ def document_attention_forward(
     """Return attention `[B, T, H, D / H]` within pieces of the rows, by torch's own flash kernels.
 
     Queries, keys and values are `[B, H, T, D / H]` in 16 bits, with products scaled by
-    (D / H) ** -0.5; `pieces` are `document_boundaries`, on the device, and the longest one.
+    (D / H) ** -0.5; `pieces` are `document_boundaries`, on the device, and the tokens of the
+    longest piece.
     """
     from torch.nn.attention.varlen import varlen_attn  # new in torch 2.10
 

@@ -17,11 +17,12 @@ def negative_log_likelihood(head: Head, hidden_states: Tensor, labels: Tensor) -
 
 
 def scored_positions(labels: Tensor, *, num_classes: int, causal: bool = False) -> Tensor:
-    """Return where the labels that are scored stand in the flattened batch, `[N]` int64.
+    """Return where the labels that are scored, not -100, stand in the flattened batch, `[N]` int64.
 
     How many there are depends on their values, so on a GPU this waits for the device. A collator
     that calls it on the CPU, and hands the result to the model as `label_positions`, saves that.
-    `causal` leaves out the first label of every row `[B, T]`, which no position predicts.
+    Labels are `[B, T]` or `[B]`; `causal` leaves out the first of every row, which no position
+    predicts.
 
     Raises:
         ValueError: A label is not a class. Only looked at on the CPU and outside of compiled

@@ -21,7 +21,7 @@ LOOSE_ROWS = 256  # of chunks that keep no weights, since no gradients are made
 # On a GPU each chunk converts all prototypes and adds to the gradient of all, so that few large
 # ones are fast: see docs/performance.md.
 DEVICE_BYTES, DEVICE_ROWS = 2**29, 2816
-NUM_LEAVES, NUM_TENSORS = 5, 11  # of the arguments, which begin with them
+NUM_LEAVES, NUM_TENSORS = 5, 11  # the arguments begin with those that gradients flow to
 
 
 class Softmax:

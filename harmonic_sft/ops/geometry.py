@@ -29,7 +29,6 @@ class Geometry:
         dtype: All arithmetic is done in it, float32 or better.
         centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
             them, which would halt a GPU.
-
     """
 
     def __init__(

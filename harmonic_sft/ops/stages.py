@@ -191,7 +191,7 @@ class CrossEntropyStage:
     points: Geometry | None = None  # of a transport
 
     def __init__(self, arguments: Arguments):
-        self.labels, self.target = read_target(arguments)  # [N, K]
+        self.labels, self.target = read_target(arguments)  # [N, K]; a label of -1 pads, or repeats
         check_bias(arguments)
         self.h_exp = read_exponent(arguments)
         self.smoothing, self.z_loss = arguments.label_smoothing, arguments.z_loss

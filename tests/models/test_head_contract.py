@@ -14,6 +14,7 @@ from transformers import BertConfig
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HEADS, DistLayer, HarmonicConfig, HarmonicForMaskedLM, build_head
 from harmonic_sft.models.head import dense_logits
+from harmonic_sft.models.heads import heads_in
 from tests.head_definitions import definition
 from tests.head_variants import VARIANTS, D, V, moved_head
 
@@ -36,6 +37,10 @@ def gradients(losses, head, states):
 @every_head
 def test_probabilities_and_losses_are_those_of_the_definition(name):
     head, states, labels = make(name)
+    # The definition reads the head's own settings.
+    for given, settings in zip(heads_in(VARIANTS[name]), heads_in(head.settings()), strict=False):
+        own = {key: value for key, value in given.items() if key != "inner"}
+        assert own == {key: settings[key] for key in own}
     expected = torch.stack([definition(head, state) for state in states.double()]).log_softmax(-1)
     found = head(states).log_softmax(-1).double()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -105,6 +105,18 @@ def test_a_head_that_is_not_known_is_left_out_with_a_word(family, fields, tmp_pa
     assert "Those of the head transform are drawn at random" in caplog.text
 
 
+def test_the_head_of_a_subclass_is_left_out(caplog):
+    class SteeperForMaskedLM(BertForMaskedLM):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.logits = 3 * outputs.logits
+            return outputs
+
+    model = SteeperForMaskedLM(BertConfig(**SIZES))
+    assert base_of(model, dtype=torch.float32, is_causal=False).head is None
+    assert "its own head is of no kind that is known here" in caplog.text
+
+
 @pytest.mark.parametrize("family", ["bert", "modernbert"])
 def test_another_head_is_put_behind_the_bases_layers(base, family, tmp_path, caplog):
     model = HarmonicForMaskedLM.from_base(base(family))  # the default
