@@ -176,9 +176,9 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     from harmonic_sft.models import max_positions
     from harmonic_sft.models.bases import check_supported, has_transform
     from harmonic_sft.models.heads import behind_transform
-    from harmonic_sft.training.loading import MODELS, load_base_config
-    from harmonic_sft.training.preparation import task_of
+    from harmonic_sft.training.loading import load_base_config
     from harmonic_sft.training.run_config import CLASSIFICATION, ModelConfig, fill_recipe
+    from harmonic_sft.training.tasks import MODELS, task_of
 
     model = apply_overrides({"model": {"base": options.model}}, options.overrides)["model"]
     if not isinstance(model, dict) or not isinstance(model.get("base"), str):

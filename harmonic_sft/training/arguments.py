@@ -20,15 +20,17 @@ from harmonic_sft.losses.loss import Loss
 from harmonic_sft.models.heads import behind_transform, heads_in
 from harmonic_sft.training.run_config import (
     CLASSIFICATION,
+    NOT_IN_HEAD,
+    PeftConfig,
+    RunConfig,
+    fill_recipe,
+)
+from harmonic_sft.training.training_section import (
     DEFAULTS,
     FORCED,
     METRICS,
-    NOT_IN_HEAD,
     OWN_WEIGHTS,
-    PeftConfig,
-    RunConfig,
     check_refused,
-    fill_recipe,
 )
 
 # What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.

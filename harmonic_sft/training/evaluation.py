@@ -62,15 +62,10 @@ from harmonic_sft.results import (
 from harmonic_sft.training.arguments import TRAIN_NAME
 from harmonic_sft.training.batches import batches_on, head_inputs, labelled_states
 from harmonic_sft.training.checkpoints import last_checkpoint
-from harmonic_sft.training.loading import (
-    CLASSIFIERS,
-    LANGUAGE_MODELS,
-    MODELS,
-    TASKS,
-    locate_base,
-)
+from harmonic_sft.training.loading import locate_base
 from harmonic_sft.training.output_folder import RUN_FILE, read_run
 from harmonic_sft.training.report import names_of, show_metrics, show_suite
+from harmonic_sft.training.tasks import CLASSIFIERS, LANGUAGE_MODELS, MODELS, TASKS
 
 logger = logging.getLogger(__name__)
 TRAINING_KEYS = {f"training.{key}" for key in ("per_device_eval_batch_size", "seed", "use_cpu")}

@@ -24,8 +24,9 @@ from harmonic_sft.losses import DistillLoss
 from harmonic_sft.models import HarmonicHeadModel, Head
 from harmonic_sft.models.head import FLAT, SphereHead
 from harmonic_sft.training.batches import batches_on, labelled_states
-from harmonic_sft.training.run_config import METRICS, RunConfig
+from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
+from harmonic_sft.training.training_section import METRICS
 
 logger = logging.getLogger(__name__)
 NUM_TOKENS = 1024

@@ -15,7 +15,8 @@ from harmonic_sft.config import unknown_key
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HEADS
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, default_of, their_names
-from harmonic_sft.training.run_config import NOT_IN_HEAD, REFUSED, RunConfig, check_refused
+from harmonic_sft.training.run_config import NOT_IN_HEAD, RunConfig
+from harmonic_sft.training.training_section import REFUSED, check_refused
 
 WORDS = {bool: "true or false", int: "whole number", float: "number", str: "text", dict: "mapping"}
 WIDTH = 80

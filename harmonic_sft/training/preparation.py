@@ -16,13 +16,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.data import IterableDataset, Subset
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    PreTrainedConfig,
-    PreTrainedModel,
-    set_seed,
-)
+from transformers import PreTrainedModel, set_seed
 
 from harmonic_sft.data.batches import MaskedRows, PaddingCollator, collate_padding_free
 from harmonic_sft.data.loading import LoadedData, load_data
@@ -43,7 +37,7 @@ from harmonic_sft.models import (
     random_base,
 )
 from harmonic_sft.models.backbones import trains
-from harmonic_sft.models.bases import check_supported, has_transform
+from harmonic_sft.models.bases import has_transform
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.models.heads import MappedHead, check_class
 from harmonic_sft.models.objective import negative_log_likelihood
@@ -52,10 +46,6 @@ from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrain
 from harmonic_sft.training.batches import batches_on, labelled_states
 from harmonic_sft.training.freezing import frozen_copy, unfreeze_
 from harmonic_sft.training.loading import (
-    CLASSIFIERS,
-    LANGUAGE_MODELS,
-    MODELS,
-    TASKS,
     check_base_config,
     check_package,
     from_base,
@@ -64,15 +54,17 @@ from harmonic_sft.training.loading import (
     with_padding,
 )
 from harmonic_sft.training.run_config import ModelConfig, PeftConfig, RunConfig
+from harmonic_sft.training.tasks import (
+    CLASSIFIERS,
+    LANGUAGE_MODELS,
+    MODELS,
+    TASKS,
+    task_of,
+    token_task,
+)
 
 logger = logging.getLogger(__name__)
 DEFAULT_LENGTH = 1024  # longest row where the arguments do not say, in tokens
-CLASSIFIER_NAMES = (  # ends of transformers' names
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
 
 
 class Preparation:
@@ -131,7 +123,7 @@ class Preparation:
         """Set `config` to the YAML equivalent of the arguments as they are now; return it."""
         task = self.args.task or task_of(self.model, self._base, self.args.label_column)
         has_head = isinstance(self.model, HarmonicHeadModel)
-        if task in CLASSIFIERS and not has_head and _token_task(self._base) == "causal_lm":
+        if task in CLASSIFIERS and not has_head and token_task(self._base) == "causal_lm":
             raise ValueError(
                 "label_column: expected an encoder for a classifier, got a decoder "
                 f"({self._base.model_type}). Take another base, or leave label_column and task out"
@@ -380,7 +372,7 @@ class Preparation:
                     "model: expected a name with from_scratch or dropout, got a loaded "
                     f"{type(self.model).__name__}. Set them when you build it"
                 )
-            if model.task == "masked_lm" and _token_task(self.model.config) == "causal_lm":
+            if model.task == "masked_lm" and token_task(self.model.config) == "causal_lm":
                 raise ValueError(
                     "task: expected causal_lm for a decoder, whose tokens do not see those behind "
                     f"them, got masked_lm with a {type(self.model).__name__}"
@@ -556,46 +548,6 @@ def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | No
         model.loss_fn = run.loss.prepare(old_head, old_body)
     elif run.loss is not None:
         model.loss_fn = run.loss.prepare(model.dist_head)
-
-
-def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> str:
-    """Tell from a model, or from its configuration, what it predicts."""
-    names = [] if isinstance(model, str) else [cls.__name__ for cls in type(model).__mro__]
-    names += config.architectures or []
-    # An answer has two labelled tokens, its start and its end.
-    ours = {**TASKS, "HarmonicForQuestionAnswering": "token_classification"}
-    for name in names:
-        if name in ours and (label_column is None or ours[name] in CLASSIFIERS):
-            return ours[name]
-    if label_column is not None:
-        return "sequence_classification"
-    for name in names:
-        if name.endswith(("ForMaskedLM", "WithLMHeadModel")):  # XLM's and FlauBERT's
-            return "masked_lm"
-        if name.endswith(("ForCausalLM", "LMHeadModel")):
-            return "causal_lm"
-        if name.endswith(CLASSIFIER_NAMES):
-            raise ValueError(
-                f"label_column: expected the column of the labels of a {name}, got nothing. To "
-                "train its body on text without labels, set "
-                f"task={_token_task(config) or 'masked_lm'!r}"
-            )
-    if (task := _token_task(config)) is not None:
-        return task
-    check_supported(model if isinstance(model, str) else names[0], config, is_causal=True)
-    raise ValueError(
-        f"task: expected one of {list(MODELS)}, got nothing, and a {config.model_type} does not "
-        "say which. Name it"
-    )
-
-
-def _token_task(config: PreTrainedConfig) -> str | None:
-    """Tell from the configuration of a body which tokens it predicts, None if it does not say."""
-    if config.model_type == "harmonic":
-        return "causal_lm" if config.is_causal else "masked_lm"
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "neobert":
-        return "masked_lm"
-    return "causal_lm" if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 def _check_loaded(

@@ -20,9 +20,9 @@ from harmonic_sft.models.heads import heads_in
 from harmonic_sft.plots import plot_comparison
 from harmonic_sft.results import show_best, show_table
 from harmonic_sft.training.freezing import Part
-from harmonic_sft.training.loading import MODELS
 from harmonic_sft.training.memory import GIB
 from harmonic_sft.training.run_config import RunConfig
+from harmonic_sft.training.tasks import MODELS
 
 logger = logging.getLogger(__name__)
 PREDICTED = {

@@ -8,7 +8,7 @@ from transformers import TrainingArguments
 from harmonic_sft.losses import LOSSES
 from harmonic_sft.models import HEADS
 from harmonic_sft.training.key_help import _root, explain
-from harmonic_sft.training.run_config import REFUSED
+from harmonic_sft.training.training_section import REFUSED
 from tests.test_docs import FENCE, ROOT
 
 

@@ -46,8 +46,8 @@ from harmonic_sft.models import HEADS
 from harmonic_sft.models.heads import heads_in
 from harmonic_sft.training import load_run_config
 from harmonic_sft.training.master_weights import MasterWeightsAdamW
-from harmonic_sft.training.preparation import task_of
 from harmonic_sft.training.run import check_run
+from harmonic_sft.training.tasks import task_of
 from tests.training.conftest import logged, losses, trained
 
 AS_IN_YAML = {
