@@ -199,9 +199,9 @@ def reading(path: Path) -> Generator[None]:
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table to standard output, numbers to the right and nothing cut off.
 
-    Heads of columns are wrapped, words as a whole; in a terminal so are long cells, and there
-    words of text over `LEAST_WIDTH` letters are folded. Floats have
-    three decimals or digits, and None is `-`.
+    Heads of columns are wrapped, words as a whole; in a terminal so are long cells, and words of
+    text over `LEAST_WIDTH` letters are folded there. Floats have three decimals or digits, and None
+    is `-`.
     """
     cells = [[_cell(value) for value in row] for row in rows]
     console = Console(markup=False, highlight=False, emoji=False)
