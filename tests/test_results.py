@@ -196,6 +196,15 @@ def test_a_table_fits_a_terminal_of_80_columns_without_breaking_a_word(lines_of)
     assert {"annealed,", "training", "accuracy,", "cosine", "14.00", "h_exp"} <= set(words)
 
 
+def test_text_gives_way_to_columns_of_numbers_that_still_fit(lines_of):
+    columns = ["set", "metric", "linear", "dist", "cosine"]
+    intervals = ["0.123 to 0.456"] * 3
+    row = ["banking77 with typos", "accuracy of class means", *intervals]
+    lines = lines_of(80, columns, row)
+    assert all(len(line) <= 80 for line in lines)
+    assert any(line.split()[-9:] == " ".join(intervals).split() for line in lines)
+
+
 def test_a_table_is_wider_than_a_narrow_terminal_rather_than_folding_numbers(lines_of):
     columns = ["run", *(f"a long head {number}" for number in range(6))]
     lines = lines_of(40, columns, ["a_name_of_one_word", *["1,234,567.8"] * 6])

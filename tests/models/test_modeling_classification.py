@@ -498,8 +498,15 @@ def test_a_random_head_that_peft_leaves_out_is_refused_in_training(published, ta
     frozen = wrapped()
     frozen.eval()(**inputs)
     frozen.train()
-    with pytest.raises(ValueError, match=r'a frozen one .* modules_to_save=\["dist_head"\]'):
-        frozen(**inputs)
+    of_texts = {"labels": torch.zeros(3).long(), "output_logits": False}
+    without_logits = {
+        "QUESTION_ANS": {},  # it always returns them
+        "SEQ_CLS": of_texts,
+        "TOKEN_CLS": of_texts | {"labels": torch.zeros(3, 8).long()},
+    }
+    for options in ({}, without_logits[task]):
+        with pytest.raises(ValueError, match=r'a frozen one .* modules_to_save=\["dist_head"\]'):
+            frozen(**inputs, **options)
     with torch.no_grad():
         frozen(**inputs)
         frozen.base_model.model.dist_head.weight.zero_()  # no longer random
