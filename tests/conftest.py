@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 # These are read when the libraries are imported. The caches of whoever runs the tests stay as
-# they are, and a fixed number of threads keeps the golden losses the same on every machine.
+# they are, and the golden losses have the same number of threads on every machine. One for most
+# tests, which run side by side and multiply small matrices: two each took a third longer.
 CACHE = tempfile.TemporaryDirectory(prefix="harmonic-sft-tests-")
 os.environ |= {
     "HF_HOME": CACHE.name,
@@ -22,7 +23,7 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",  # test processes side by side would wait for cores in busy loops
     # transformers imports triton; kernels run on CPU tensors then. 0: compiled, for a GPU.
     "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "1"),
@@ -67,6 +68,15 @@ def unsynchronized():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         yield
+
+
+@pytest.fixture
+def two_threads():
+    """PyTorch may use two cores, and ours share the tiles of a loss between them."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(count)
 
 
 @pytest.fixture(scope="session")

@@ -101,6 +101,7 @@ def test_every_help_has_examples_that_can_be_typed(command, capsys):
             _parser().parse_args(words)
 
 
+@pytest.mark.slow
 def test_short_bars_are_not_drawn_and_the_hub_warns_once():
     assert run_python("-c", QUIET).stderr == "once\n"
 

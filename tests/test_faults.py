@@ -8,7 +8,7 @@ from tests.elsewhere import run_python
 def make_faults(folder, **counts):
     options = [f"--{name}={count}" for name, count in counts.items()]
     words = ("-m", "tests.faults", *options, "--folder", folder)
-    return run_python(*words, OMP_NUM_THREADS="1").stdout
+    return run_python(*words).stdout
 
 
 @pytest.mark.slow
@@ -16,6 +16,7 @@ def test_killed_runs_end_as_uninterrupted_ones(tmp_path):
     assert "     0 lost, or ended with other bits" in make_faults(tmp_path, kills=2, inputs=0)
 
 
+@pytest.mark.slow
 def test_damaged_inputs_are_fed_to_readers_that_take_them(tmp_path):
     written = make_faults(tmp_path, kills=0, inputs=60)
     assert "     0 tracebacks" in written
@@ -27,11 +28,9 @@ def test_damaged_inputs_are_fed_to_readers_that_take_them(tmp_path):
 KILLED_AT_A_BAR = """
 import os, signal, sys
 from pathlib import Path
-import torch
 from tqdm import tqdm
 from tests.faults.kills import World, take
 
-torch.set_num_threads(1)
 folder = Path(sys.argv[1])
 (folder / "tmp").mkdir()
 world = World(folder)
@@ -47,4 +46,4 @@ sys.exit(1 if status is None else status)
 @pytest.mark.slow
 def test_a_session_that_is_killed_at_a_progress_bar_stops_no_other(tmp_path):
     """A lock that processes share stays locked when its holder is killed."""
-    run_python("-c", KILLED_AT_A_BAR, tmp_path, OMP_NUM_THREADS="1")
+    run_python("-c", KILLED_AT_A_BAR, tmp_path)

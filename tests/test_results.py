@@ -233,6 +233,7 @@ def test_peak_memory_is_in_bytes(monkeypatch):
     assert peak_memory_bytes() == pytest.approx(by_rusage, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems count a process alone")
 def test_peak_memory_is_not_that_of_whoever_started_the_process():
     held = b"x" * 2**30

@@ -1,7 +1,6 @@
 """What the experiments' tests need."""
 
 import pytest
-import torch
 import yaml
 
 TRANSPORT = {"weight": 0.1, "loss": {"name": "wasserstein"}}
@@ -13,15 +12,6 @@ ROWS = {
     "dist_wasserstein": {"loss": WASSERSTEIN},
     "rotation_dist": {"head": {"name": "rotation", "inner": {"name": "dist"}}},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors of a few kilobytes gain nothing from a second thread, and wait for it."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="session")

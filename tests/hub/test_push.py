@@ -282,12 +282,17 @@ def test_failed_pushes_cost_nothing_of_the_training(hub, client, tmp_path, run_s
     assert "model.safetensors" in hub.files("alice/bumpy")
 
 
-@pytest.mark.parametrize("command", ["push", "train"])
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"]
+    ("command", "number", "status"),
+    [
+        ("train", signal.SIGTERM, 143),
+        ("push", signal.SIGINT, 130),
+        pytest.param("push", signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param("train", signal.SIGINT, 130, marks=pytest.mark.slow),
+    ],
 )
 def test_an_interrupted_push_leaves_no_copy(
-    hub, pushed, tmp_path, monkeypatch, number, status, command
+    hub, pushed, tmp_path, monkeypatch, command, number, status
 ):
     def interrupt(method, target):
         if "/preupload/" in target:

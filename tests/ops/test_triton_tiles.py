@@ -17,7 +17,7 @@ from tests.ops.fused import with_metrics_of
 pytest.importorskip("triton")
 triton_tiles = pytest.importorskip("harmonic_sft.ops.triton_tiles")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
-N, V, D = 37, 70, 20  # rows of three blocks, classes of three
+N, V, D = 21, 70, 20  # rows of two blocks, classes of three
 KINDS = [("euclidean", -14.0), ("sphere", -7.3), ("linear", -1.0)]
 SETTINGS = {
     "plain": {},
@@ -120,7 +120,8 @@ def test_distances_keep_their_digits(kind, case):
     check([loss], expected[:1], 1e-5)
     for found, wanted in zip(gradients, expected[1:], strict=True):
         rows = wanted.norm(dim=1)
-        errors = (found - wanted).norm(dim=1)[rows > 0] / rows[rows > 0]
+        counted = rows > 1e-30  # of the others, the gradient is below float32
+        errors = (found - wanted).norm(dim=1)[counted] / rows[counted]
         assert errors.median() < 1e-5
 
 

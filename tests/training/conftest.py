@@ -118,8 +118,7 @@ def launch():
     Every process is a fresh one. `number` is another signal, which the first process gets. Words
     that begin with no YAML file are those of `python_session.write`.
     """
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    worker = Worker([sys.executable, "-c", SCRIPT], {**os.environ, **variables})
+    worker = Worker([sys.executable, "-c", SCRIPT], {**os.environ, "PYTHONPATH": str(ROOT)})
 
     def start(words, processes, kill_at=None, number=signal.SIGKILL):
         assert worker.send([[*map(str, words)], processes, kill_at, number]), words

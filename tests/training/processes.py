@@ -34,7 +34,7 @@ def run_together(*nodes: tuple[Sequence[object], Mapping[str, str], Path]) -> li
     started = [
         subprocess.Popen(
             [sys.executable, *map(str, words)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -63,7 +63,6 @@ def optimizer_of(model) -> torch.optim.Optimizer:
 
 
 def main(base: Path, out: Path) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))

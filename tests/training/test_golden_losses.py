@@ -28,6 +28,7 @@ RUNS = {  # of `loss` and `final` in the file, and how far machines may differ
 }
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("name", RUNS)
 def test_the_plan_on_the_fixture_gives_the_recorded_losses(make_yaml, tmp_path, name):
     """In the layout of the published checkpoint, with a tokenizer of its size."""

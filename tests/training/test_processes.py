@@ -117,7 +117,7 @@ sys.exit(status)
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_frozen_process_is_named(make_yaml, rank):
-    done = run_python("-c", FROZEN, make_yaml(), rank, status=1, OMP_NUM_THREADS="1")
+    done = run_python("-c", FROZEN, make_yaml(), rank, status=1)
     message = f"within training.ddp_timeout, 30 seconds, got no answer from [{rank}] of 2"
     assert message in done.stderr
     # Said before; here process 0 has the store, under torchrun none of them.

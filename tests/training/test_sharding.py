@@ -25,7 +25,7 @@ def out(base, tmp_path_factory):
     """What two processes have left."""
     folder = tmp_path_factory.mktemp("out")
     launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    run_python(*launch, sharded_session.__file__, base, folder, OMP_NUM_THREADS="1")
+    run_python(*launch, sharded_session.__file__, base, folder)
     return folder
 
 

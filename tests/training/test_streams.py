@@ -1,6 +1,5 @@
 """A streamed run is the same however it is cut into sessions, processes and workers."""
 
-import contextlib
 import json
 import random
 from types import SimpleNamespace
@@ -49,14 +48,6 @@ def stream_yaml(make_yaml, shards):
     return make
 
 
-@contextlib.contextmanager
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def found_by(folder):
     """Return the losses of a run with their epochs, how many rows it left out, and why."""
     results = json.loads((folder / "results" / "train.json").read_text())
@@ -74,10 +65,9 @@ def test_five_steps_a_kill_and_eight_steps_are_thirteen_steps(stream_yaml, tmp_p
     words = {name: [path, f"training.output_dir={folder}"] for name, folder in folders.items()}
     launch([*words["alone"], *workers], 1, 7)
     launch([*words["shared"], *half], 2, 7)
-    with one_thread():  # as in the others
-        start(path, *words["whole"][1:])
-        start(path, *words["alone"][1:], "resume=true")
-        start(path, *words["shared"][1:], "resume=true")
+    start(path, *words["whole"][1:])
+    start(path, *words["alone"][1:], "resume=true")
+    start(path, *words["shared"][1:], "resume=true")
     (whole, *skipped), (alone, *skipped_alone), (shared, *skipped_shared) = map(
         found_by, folders.values()
     )
