@@ -172,8 +172,6 @@ class HarmonicTrainer(ResumableTrainer):
                 config.h_exp.start,
             )
         self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
-        patience = args.early_stopping_patience
-        stopping = [] if patience is None else [EarlyStopping(patience)]
         super().__init__(
             preparation,
             model=built,
@@ -184,11 +182,12 @@ class HarmonicTrainer(ResumableTrainer):
             processing_class=preparation.known_tokenizer,
             compute_loss_func=compute_loss_func,
             compute_metrics=compute_metrics,
-            callbacks=[self._head_callback, *stopping, *(callbacks or [])],
+            callbacks=[self._head_callback, *(callbacks or [])],
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        self._set_patience()
         label_bars_(self.callback_handler.callbacks)
         place_events_(self.callback_handler.callbacks, str(args.output_dir))
         is_free = built.has_free_labels(torch.empty(0).long())
@@ -280,7 +279,14 @@ class HarmonicTrainer(ResumableTrainer):
         model = self._preparation.build(self.train_dataset)[0]
         self._low_precision, self._frozen = low_precision_weights(model), None
         self._memory = MemoryFallback(self.args, model)
+        self._set_patience()
         return model
+
+    def _set_patience(self) -> None:
+        """Stop early as the arguments say, which a trial of a search may have changed."""
+        self.remove_callback(EarlyStopping)
+        if (patience := self.args.early_stopping_patience) is not None:
+            self.add_callback(EarlyStopping(patience))
 
     def anneal(self, h_exp: HExpConfig) -> None:
         """Replace the schedule of the exponent, from the next step on."""

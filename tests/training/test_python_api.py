@@ -757,6 +757,32 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
         search("lr", [1e-3])
 
 
+def test_a_trial_may_set_the_patience(texts, arguments, make):
+    steps = []
+
+    class Counted(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs):
+            steps.append(state.global_step)
+
+    options = arguments(
+        "patience",
+        head="linear",
+        learning_rate=1e-30,  # nothing gets better
+        max_steps=9,
+        **{"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1},
+        load_best_model_at_end=True,
+    )
+    trainer = make(options, eval_dataset=texts.select(range(10)), callbacks=[Counted()])
+    space = {"early_stopping_patience": [1, 3]}
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: {name: trial.suggest_categorical(name, space[name]) for name in space},
+        n_trials=2,
+        backend="optuna",
+        sampler=optuna.samplers.GridSampler(space, seed=0),
+    )
+    assert sorted(steps) == [1 + 1, 1 + 3]
+
+
 @pytest.mark.parametrize(("h_exp", "is_said"), [(None, True), (-12.0, False)])
 def test_the_annealing_of_the_recipe_is_said(arguments, make, caplog, h_exp, is_said):
     make(arguments(h_exp=h_exp))
