@@ -2,13 +2,16 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from experiments import gpt2_small
+from experiments.evidence import paired_difference, show_spread
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +67,12 @@ def test_no_held_out_file_is_trained_on(tmp_path, monkeypatch):
     assert learned
     assert not any("shared" in text for text in learned)
     assert sum("shared" in text for text in encoded) == 1  # of the validation text alone
+
+
+@pytest.mark.parametrize("name", ["gpt2_small", "gpt2_small_67_steps"])
+def test_the_page_has_the_differences_of_the_files(name):
+    page = " ".join((ROOT / "experiments" / "README.md").read_text().split())
+    runs = json.loads((ROOT / "docs" / "gpu" / f"{name}.json").read_text())["runs"]
+    difference = paired_difference(runs["distance"]["test"], runs["linear"]["test"])
+    shown, place = show_spread(difference), page.index(f"`docs/gpu/{name}.json`")
+    assert shown in page[place - 100 : place + 150]
