@@ -64,7 +64,8 @@ class Arguments(NamedTuple):
     prototypes: Tensor  # [V, D]
     class_bias: Tensor | None  # [V]
     h_exp: Tensor  # below 0, without an axis; unused by a linear head
-    second_weight: Tensor | None  # [V, E], the teacher's weight, or the points of the transport
+    # [V, E], the teacher's weight, or the points of a transport; None: these are the prototypes
+    second_weight: Tensor | None
     labels: Tensor  # [N], or [N, K] with `target_weights`
     target_weights: Tensor | None  # [N, K]
     token_weights: Tensor | None  # [N]

@@ -218,7 +218,10 @@ def chunked_loss(
         bias = logits.bias if bias is None else logits.bias + bias
     if not isinstance(h_exp, Tensor):  # this product is what torch.compile keeps symbolic
         h_exp = h_exp * torch.ones((), dtype=torch.float64, device="cpu")
-    leaves = (logits.hidden_states, logits.weight, bias, h_exp, second[0])
+    # Points that are the prototypes share their gradient [V, D], but on the sphere, where it is
+    # made tangent.
+    is_shared = second[0] is logits.weight and kind != "sphere"
+    leaves = (logits.hidden_states, logits.weight, bias, h_exp, None if is_shared else second[0])
     _refuse_forward_mode(leaves)
     enabled = torch.is_grad_enabled()
     needs = tuple(enabled and leaf is not None and leaf.requires_grad for leaf in leaves)

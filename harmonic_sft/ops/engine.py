@@ -66,7 +66,8 @@ class Softmax:
         }
         self.bias_gradient = gradients.get("class_bias")
         self.point_products: GradientProducts | None = None
-        moved = gradients.get("second_weight")
+        is_shared = stage.points is not None and arguments.second_weight is None
+        moved = prototype_gradient if is_shared else gradients.get("second_weight")
         if stage.points is not None and moved is not None:
             self.point_products = GradientProducts(
                 stage.points, workers, wants_hidden=True, prototype_gradient=moved
@@ -79,6 +80,7 @@ class Softmax:
             )
         else:
             products = GradientProducts(self.geometry, workers, **wanted)
+            products.untouched = not is_shared  # the points come first
             self.tiles = TorchTiles(arguments, stage, products, self.point_products)
 
     def place(self, tokens: slice) -> Chunk:

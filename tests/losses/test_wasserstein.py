@@ -134,6 +134,16 @@ def test_memory_is_that_of_a_few_chunks(top_k, monkeypatch):
     assert peak < 0.5 * 200 * 4 * vocab_size
 
 
+@pytest.mark.parametrize("name", ["linear", "dist"])
+def test_the_ground_and_the_prototypes_share_their_gradient(name, monkeypatch):
+    off_sphere = {"unit_sphere": False} if name == "dist" else {}
+    head = build_head({"name": name, **off_sphere}, hidden_size=64, vocab_size=5000)
+    states, labels = torch.randn(50, 64, requires_grad=True), torch.randint(5000, (50,))
+    make_chunks_small(monkeypatch, 4)
+    peak = allocated_peak(lambda: WassersteinLoss()(head, states, labels).sum().backward())
+    assert peak < 2 * head.weight.nbytes
+
+
 def test_top_k_below_the_number_of_classes():
     with pytest.raises(ValueError, match=r"top_k: expected less than 40, .* got 40"):
         WassersteinLoss(top_k=40).prepare(build("dist"))
