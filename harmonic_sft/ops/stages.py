@@ -374,8 +374,8 @@ class TransportStage(CrossEntropyStage):
         self.reads_logits = arguments.needs_gradient("h_exp")
         self.num_sums = 1 + self.reads_logits
         self.label_factor, self.second_factor = arguments.mix.tolist()
-        own, dtype = arguments.second_weight is None, self.target.dtype
-        points = arguments.prototypes if own else arguments.second_weight
+        points, dtype = arguments.second_weight, self.target.dtype
+        points = arguments.prototypes if points is None else points
         self.points = self.ground = Geometry("euclidean", points, 0.0, dtype, centered=False)
         self.squares = self.ground.column_terms()
 

@@ -775,7 +775,9 @@ def test_a_trial_may_set_the_patience(texts, arguments, make):
     trainer = make(options, eval_dataset=texts.select(range(10)), callbacks=[Counted()])
     space = {"early_stopping_patience": [1, 3]}
     trainer.hyperparameter_search(
-        hp_space=lambda trial: {name: trial.suggest_categorical(name, space[name]) for name in space},
+        hp_space=lambda trial: {
+            name: trial.suggest_categorical(name, space[name]) for name in space
+        },
         n_trials=2,
         backend="optuna",
         sampler=optuna.samplers.GridSampler(space, seed=0),
