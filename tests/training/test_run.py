@@ -258,7 +258,9 @@ def test_a_run_that_early_stopping_ends_is_finished(
     training |= {"save_steps": 1, "load_best_model_at_end": True, "max_steps": 9}
     training |= {"learning_rate": 1e-30}  # nothing gets better
     path = make_yaml(
-        h_exp=-8.0,
+        head={"name": "linear"},  # prototypes scaled to norm 1 may move by their last bit
+        loss={"name": "cross_entropy"},
+        h_exp=None,
         training=training,
         early_stopping_patience=3,
         hub={"push": True, "repo_id": "me/model"},
