@@ -769,7 +769,10 @@ def test_a_trial_may_set_the_patience(texts, arguments, make):
         head="linear",
         learning_rate=1e-30,  # nothing gets better
         max_steps=9,
-        **{"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1},
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
         load_best_model_at_end=True,
     )
     trainer = make(options, eval_dataset=texts.select(range(10)), callbacks=[Counted()])
