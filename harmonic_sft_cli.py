@@ -28,10 +28,10 @@ EXAMPLES = {
     """,
     "train": """
         harmonic-sft train demo
-        harmonic-sft train my.yaml training.max_steps=100 h_exp.end=-8.0
+        harmonic-sft train my.yaml training.max_steps=100 h_exp=-24.0
         harmonic-sft train my.yaml --dry-run
         harmonic-sft train my.yaml resume=true
-        harmonic-sft train --model roberta-base --dataset my.txt h_exp=-12.0
+        harmonic-sft train --model roberta-base --dataset my.txt h_exp=-24.0
         harmonic-sft train --model roberta-base --dataset my.txt --head linear
     """,
     "init": """
