@@ -217,6 +217,7 @@ class Reader:
         if row.get("attention_mask") is not None:
             is_token = _integers(row, "attention_mask", len(input_ids)) != 0
         _check_one_document(row, is_token)
+        _check_token_types(row)
         scored = _scored(row, input_ids, self.loss_on)
         scored = None if scored is None else scored[is_token]
         encoded = _unwrapped(input_ids[is_token], scored, self.special)
@@ -230,7 +231,11 @@ def _label(value: Any, class_names: Sequence[str] | None) -> str:
     with suppress(TypeError):  # integers of NumPy and torch too
         value = value if isinstance(value, str | bool) else operator.index(value)
     if isinstance(value, bool) or not isinstance(value, str | int):
-        hint = " (write it as a string)" if isinstance(value, bool) else ""
+        hint = " (for several classes or a number give rows of input_ids and a data_collator)"
+        if isinstance(value, bool):
+            hint = " (write it as a string)"
+        elif isinstance(value, float) and value.is_integer():
+            hint = " (write an integer: one missing value makes a column of pandas float)"
         raise BadRow(f"expected a string or an integer as label, got {value!r}{hint}")
     if str(value).strip() in ("", str(IGNORE_INDEX)):
         raise BadRow(f"expected a class as label, got {value!r}, which stands for none")
@@ -403,8 +408,17 @@ def _check_one_document(row: Mapping[str, Any], is_token: np.ndarray) -> None:
     count = max(len(starts), len(lengths) if _is_list(lengths) else 1)
     if count > 1:
         raise BadRow(
-            f"position_ids: expected one document, got {count} packed into a row. Give them one by "
-            "one; data.packing packs them"
+            f"position_ids: expected one document, got {count} packed into a row (give them one by "
+            "one; data.packing packs them)"
+        )
+
+
+def _check_token_types(row: Mapping[str, Any]) -> None:
+    """Refuse a pair of texts that its token types tell apart: batches have no such column."""
+    if any(row.get("token_type_ids") or ()):
+        raise BadRow(
+            "token_type_ids: expected 0 alone, got a pair of texts (your own data_collator gets "
+            "rows as they are)"
         )
 
 

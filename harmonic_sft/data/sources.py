@@ -217,7 +217,8 @@ def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> 
     if is_text and not isinstance(row[column], str):
         raise ValueError(
             f"{name}: expected a column of text, got {column!r}, "
-            f"which holds {type(row[column]).__name__}."
+            f"which holds {type(row[column]).__name__}. Lists of words need the task "
+            "token_classification"
         )
 
 

@@ -194,13 +194,7 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
         )
     correct = scores.ranks == 0
     losses, confidences = scores.at(1.0)
-    fitted = [np.empty(tokens) for _ in range(3)]  # loss, confidence and Brier score of each token
-    for half, other in _halves(documents[scores.rows]):
-        reported = scores.keep(half)
-        best = fit_inverse_temperature(scores.normalizers[other], scores.margins[other])
-        values = (*reported.at(best), brier_score(reported.normalizers, reported.margins, best))
-        for column, value in zip(fitted, values, strict=True):
-            column[half] = value
+    fitted = cross_fitted(scores, documents)
     best = fit_inverse_temperature(scores.normalizers, scores.margins)
     metrics = {
         "loss": float(losses.mean()),
@@ -219,6 +213,21 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
     if head.scaled_by_h_exp and head.h_exp is not None:
         return {**metrics, "h_exp": head.h_exp, "post_hoc_h_exp": head.h_exp * best}
     return {**metrics, "post_hoc_inverse_temperature": best}
+
+
+def cross_fitted(scores: TokenScores, documents: np.ndarray) -> np.ndarray:
+    """Return `[3, N]`: loss, confidence and Brier score of every token at the best temperature.
+
+    That is fitted on the other half of the `documents`, `[num_rows]`.
+    """
+    fitted = np.empty((3, len(scores.labels)))
+    for half, other in _halves(documents[scores.rows]):
+        reported = scores.keep(half)
+        best = fit_inverse_temperature(scores.normalizers[other], scores.margins[other])
+        values = (*reported.at(best), brier_score(reported.normalizers, reported.margins, best))
+        for column, value in zip(fitted, values, strict=True):
+            column[half] = value
+    return fitted
 
 
 def _halves(documents: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

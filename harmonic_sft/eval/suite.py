@@ -159,7 +159,7 @@ def join_rows(measured: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, An
 
 
 def loss_differences(
-    names: Sequence[str], losses: Sequence[np.ndarray], documents: np.ndarray
+    names: Sequence[str], losses: Sequence[np.ndarray], documents: np.ndarray, *, metric: str
 ) -> list[dict[str, Any]]:
     """Compare the loss of every other model with that of the first, token by token.
 
@@ -167,10 +167,11 @@ def loss_differences(
         names: Of the models.
         losses: Of each model the loss of every token, `[N]`.
         documents: `[N]`, the document of every token.
+        metric: Which loss it is, "loss" or "post_hoc_loss".
 
     Returns:
-        For each other model `model`, `mean` in nats, its 95 % `interval` over documents, `tokens`,
-        `documents` and `verdict`: with several models the intervals are Bonferroni's.
+        For each other model `metric`, `model`, `mean` in nats, its 95 % `interval` over documents,
+        `tokens`, `documents` and `verdict`: with several models the intervals are Bonferroni's.
     """
     base, differences = losses[0], []
     for name, values in zip(names[1:], losses[1:], strict=True):
@@ -180,6 +181,7 @@ def loss_differences(
         decided = interval is not None and not interval[0] <= 0 <= interval[1]
         differences.append(
             {
+                "metric": metric,
                 "model": name,
                 "against": names[0],
                 "mean": mean,

@@ -184,7 +184,7 @@ def upload(staged: Path, trained: TrainedFolder, to: Destination) -> str:
             "is as before; if the commit arrived, pushing again changes nothing. Try again: "
             f"{to.command(trained.path)}"
         ) from None
-    if "README.md" in _file_names(info):
+    if "README.md" in _file_names(info) and commit.oid != info.sha:  # something was sent
         old = f"{info.sha} of {to.repo_id}"
         logger.info("README.md was replaced by the new card; the old one is in commit %s.", old)
     return commit.commit_url

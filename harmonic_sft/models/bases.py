@@ -279,7 +279,7 @@ def copy_head_(head: Head, base: Base) -> None:
     if kinds[0] != kinds[1] or weights.keys() != head.state_dict().keys():
         raise ValueError(
             f"init base_head: expected base {base.name} to have a head like {expected}, "
-            f"got {own or 'none'}"
+            f"got {own or 'none'}" + (". Write that in the section head" if own else "")
         )
     head.load_state_dict(weights)
 
@@ -397,7 +397,8 @@ def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -
             "For an encoder set model.task: masked_lm"
         )
     cache = outputs.get(CACHE)
-    if cache is None or all(getattr(cache, "is_linear", [False])):  # Mamba's
+    is_ordinary = getattr(model, "_supports_default_dynamic_cache", lambda: True)()  # not MiniMax's
+    if cache is None or not is_ordinary or all(getattr(cache, "is_linear", [False])):  # Mamba's
         raise ValueError(
             f"base {name}: expected a decoder with a cache of keys and values, got a {kind}, which "
             "keeps another state"

@@ -116,12 +116,18 @@ class HarmonicLanguageModel(HarmonicHeadModel):
             raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
         table = base.backbone.get_input_embeddings().get_parameter("weight")
         hidden_size = base.backbone.config.hidden_size
-        if init == "input_embeddings":
-            if table.shape[1] != hidden_size:
-                raise ValueError(
-                    f"base {base.name}: expected input embeddings as wide as the hidden states "
-                    f"({hidden_size}), got {table.shape[1]}"
+        is_as_wide = table.shape[1] == hidden_size
+        if not is_as_wide and (init == "input_embeddings" or base.head is None):
+            raise ValueError(
+                f"base {base.name}: expected input embeddings as wide as the hidden states "
+                f"({hidden_size}), got {table.shape[1]}. "
+                + (
+                    "It can only be a classifier"
+                    if base.head is None
+                    else "Use init output_embeddings"
                 )
+            )
+        if init == "input_embeddings":
             embeddings: Tensor | None = table
         elif base.head is None:
             raise ValueError(

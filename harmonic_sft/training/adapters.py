@@ -1,5 +1,6 @@
 """LoRA on frozen layers of the backbone: put in, merged into copies, saved and loaded."""
 
+import logging
 import os
 from collections.abc import Collection, Iterable
 from copy import copy
@@ -29,6 +30,7 @@ from harmonic_sft.models.partial_checkpoint import BACKBONE, RESUME_FILE
 from harmonic_sft.training.checkpoints import load_exactly_, trained_state
 from harmonic_sft.training.run_config import PeftConfig
 
+logger = logging.getLogger(__name__)
 NAME = "default"  # PEFT's, of the one adapter
 PREFIX = "base_model.model."  # PEFT's, before every name
 OPTIONS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform")
@@ -42,6 +44,8 @@ def as_peft_config(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | 
         name = type(peft_config).__name__
         raise ValueError(f"peft_config: expected a LoraConfig, got a {name}, which is not merged")
     given = {name: getattr(peft_config, name) for name in OPTIONS}
+    if given["target_modules"] is None:
+        logger.info("peft_config: no target_modules, so LoRA goes to all linear layers.")
     plain = LoraConfig(**given).to_dict()
     ignored = {"task_type", "base_model_name_or_path", "inference_mode", "revision"}
     if peft_config.modules_to_save == ["dist_head"]:  # which trains and is saved anyway

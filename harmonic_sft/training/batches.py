@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -48,7 +48,17 @@ class CountingCollator:
             What `collator` returns with `label_positions`, `[N]`, an argument of the models, if
             labels are classes, and `num_tokens`, without padding, which the trainer takes out.
         """
-        return self.count(self.collator(rows))
+        try:
+            batch = self.collator(rows)
+        except Exception as error:  # of a collator of the user's, which knows nothing of this
+            columns = [*rows[0]] if isinstance(rows[0], Mapping) else []
+            error.add_note(
+                f"The collator was given rows as they are, with the columns {columns}. Take out "
+                "what it cannot use, dataset.remove_columns([...]). Labels of many lengths are "
+                "padded by transformers' DataCollatorForTokenClassification"
+            )
+            raise
+        return self.count(batch)
 
     def count(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with what is counted in it."""

@@ -31,6 +31,7 @@ from harmonic_sft.eval import TokenScores, documents_of, explain, score, summari
 from harmonic_sft.eval.calibration import calibration_report
 from harmonic_sft.eval.html import report_page
 from harmonic_sft.eval.ruler import Ruler, judge, read_ruler
+from harmonic_sft.eval.scoring import cross_fitted
 from harmonic_sft.eval.statistics import document_interval
 from harmonic_sft.eval.suite import (
     NO_RULER,
@@ -64,7 +65,7 @@ from harmonic_sft.training.batches import batches_on, head_inputs, labelled_stat
 from harmonic_sft.training.checkpoints import last_checkpoint
 from harmonic_sft.training.loading import locate_base
 from harmonic_sft.training.output_folder import RUN_FILE, read_run
-from harmonic_sft.training.report import names_of, show_metrics, show_suite
+from harmonic_sft.training.report import BEST, log_left_out, names_of, show_metrics, show_suite
 from harmonic_sft.training.tasks import CLASSIFIERS, LANGUAGE_MODELS, MODELS, TASKS
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def evaluate_folder(
         "environment": environment(),
     }
     show_metrics(str(folder), results, task=opened.task)  # first: the folder may be read-only
+    log_left_out(opened.data)
     if per_document is not None:
         _write_documents(per_document, opened, scores, documents)
     write_results(folder / "results", "eval", results)
@@ -150,7 +152,8 @@ def evaluate_suite(
     _check_output("--html", html, first.data_config)
     names = names_of(folders)
     table, judged = None if ruler is None else _read_ruler(ruler, first, others), []
-    problems, measured, losses, figures = {}, [], [], {}
+    problems, measured, losses, figures = {}, [], {"loss": [], "post_hoc_loss": []}, {}
+    exponents = set()
     for name, folder in zip(names, folders, strict=True):
         opened = first if folder == folders[0] else _open_other(first, folder)
         head, is_tied = opened.model.dist_head, opened.model.config.tie_word_embeddings
@@ -161,7 +164,9 @@ def evaluate_suite(
         measured.append(measure(subject, sets, size=size))
         scores, rows = subject.held_out
         documents = rows[scores.rows]
-        losses.append(scores.at(1.0)[0])
+        losses["loss"].append(scores.at(1.0)[0])
+        losses["post_hoc_loss"].append(cross_fitted(scores, rows)[0])
+        exponents.add(head.h_exp)
         if table is not None:
             judged.append(judge(table, head, subject.states, scores))
         figures[name] = figures_of(scores)
@@ -171,13 +176,19 @@ def evaluate_suite(
         "suite": size,
         "models": names,
         "rows": join_rows(measured),
-        "differences": loss_differences(names, losses, documents),
+        "differences": [
+            difference
+            for metric, values in losses.items()
+            for difference in loss_differences(names, values, documents, metric=metric)
+        ],
         "problems": problems,
         "figures": figures,
         "data": first.data_results(),
         "environment": environment(),
     }
     show_suite(payload)
+    if len(exponents) > 1:
+        logger.info("%s", BEST)
     if html is not None:
         write_whole(html, report_page(payload))
         logger.info("Report: %s", html)
@@ -223,8 +234,11 @@ class Opened:
     def data_results(self) -> dict[str, Any]:
         """Return the section data of the results."""
         lineage = [ancestor._asdict() for ancestor in self.ancestors]
+        rows, reasons, _ = self.data.left_out({})
         return {
             **to_plain(self.data_config),
+            "rows_left_out": rows,
+            "reasons": reasons,
             "eval_sha256": scored_sha256(self.data.eval),
             "held_out": {"sha256": self.data.held_out.digest, "lineage": lineage},
         }

@@ -23,7 +23,7 @@ from harmonic_sft.results import (
     without_secrets,
     write_whole,
 )
-from harmonic_sft.training.arguments import TOP
+from harmonic_sft.training.arguments import TOP, TRAIN_NAME
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
     last_checkpoint,
@@ -110,10 +110,12 @@ def check_output_folder(run: RunConfig) -> None:
     if is_longer and (last_step := _last_step(old, folder)) < run.training.get("max_steps", -1):
         _check_longer(run, last_step)
     elif different:
+        is_file = old.data.sources[0].path != TRAIN_NAME  # and not a run whose rows Python gave
+        how = f", `harmonic-sft train {folder / RUN_FILE} resume=true`" if is_file else ""
         raise ValueError(
             f"resume: expected the settings of the run in {str(folder)!r}, got other values for "
-            f"{', '.join(different)}. Use the old ones, `harmonic-sft train {folder / RUN_FILE} "
-            f"resume=true`, or choose another training.output_dir{_old_head(old, different)}"
+            f"{_with_values(old, different)}. Use the old ones{how}, or choose another "
+            f"training.output_dir"
         )
 
 
@@ -148,14 +150,18 @@ def check_same_settings(checkpoint: Path, run: RunConfig) -> None:
     if different:
         raise ValueError(
             f"resume_from_checkpoint: expected the settings of the run in {str(home)!r}, got other "
-            f"values for {', '.join(different)}. Use the old ones, or give the checkpoint as the "
-            f"model of a new run{_old_head(old, different)}"
+            f"values for {_with_values(old, different)}. Use the old ones, or give the checkpoint "
+            "as the model of a new run"
         )
 
 
-def _old_head(old: RunConfig, different: Collection[str]) -> str:
-    """Return a sentence about another head of an old run, which its name alone may not give now."""
-    return f". Its head: {old.head_settings()}" if "head.name" in different else ""
+def _with_values(old: RunConfig, different: Collection[str]) -> str:
+    """Name settings with the values of an old run; of another head all, which its name lacks."""
+    values = leaves(without_secrets(to_plain(old)))
+    shown = [f"{key} (then {values[key]!r})" if key in values else key for key in different]
+    return ", ".join(shown) + (
+        f". Its head was {old.head_settings()}" if "head.name" in different else ""
+    )
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -283,7 +289,8 @@ def claim_output_folder(run: RunConfig) -> None:
             check_output_folder(run)  # another process may have claimed it since
             if run.resume:
                 old = _run_in(run.output_dir)
-                is_longer = changed_keys(to_plain(old), run) == [MAX_STEPS]
+                different = {*changed_keys(to_plain(old), run)} - _batch_keys(run)
+                is_longer = different == {MAX_STEPS}
                 has_moved = old.output_dir != run.output_dir
                 if not (is_longer or has_moved) and old.data == run.data:
                     return  # written again for more steps, newly signed addresses, another folder

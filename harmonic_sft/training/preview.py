@@ -13,7 +13,7 @@ from harmonic_sft.results import without_secrets
 from harmonic_sft.training.checkpoints import rows_per_step
 from harmonic_sft.training.loading import check_base_config, load_base_config, load_run_data
 from harmonic_sft.training.memory import estimate_step
-from harmonic_sft.training.report import show_classes, show_estimate, show_parts
+from harmonic_sft.training.report import log_data, show_classes, show_estimate, show_parts
 from harmonic_sft.training.run import check_run
 from harmonic_sft.training.run_config import RunConfig
 
@@ -57,6 +57,7 @@ def show_data(run: RunConfig) -> None:
     tokenizer, data = load_run_data(run)
     if data.labels is not None:
         show_classes(data)
+        log_data(data)
         return
     args = run.training_arguments()
     inspect_data(

@@ -41,10 +41,11 @@ METRIC_NOTE = (
     "(**) Mean cosine between the input embeddings of label and prediction where they differ; of "
     "classes, between their prototypes."
 )
-ANNEALED = (
-    "%s: h_exp went from %g to %g. Losses at different exponents cannot be compared; compare the "
-    "best losses, of which each is at the exponent beside it."
+BEST = (
+    "Losses at different exponents cannot be compared; compare the best losses, of which each is "
+    "at the best exponent of its model."
 )
+ANNEALED = f"%s: h_exp went from %g to %g. {BEST}"
 COMPARED = {  # metrics whose differences are shown: title, factor and digits
     "loss": ("loss, nats", 1, 3),
     "post_hoc_loss": ("best loss, nats", 1, 3),
@@ -91,6 +92,11 @@ def log_data(data: LoadedData) -> None:
         logger.info("Packed: %.1f %% of every row are tokens, none is cut.", 100 * data.fill_rate)
     if any(data.duplicates):
         logger.info(COPIES, *data.duplicates)
+    log_left_out(data)
+
+
+def log_left_out(data: LoadedData) -> None:
+    """Log what of the documents could not be used."""
     if tokens := data.bad_rows.unscored_tokens:
         logger.info("Left out: %d tokens of chunks in which nothing may be predicted.", tokens)
     if first := data.bad_rows.first:
@@ -154,9 +160,9 @@ def show_closing_table(results: dict[str, Any]) -> None:
             "It needs more steps, more trained blocks, another learning rate or another base.",
             results["run"],
         )
-    if before := results["neighbors_before"]:
-        after = results["neighbors_after"]
-        neighbors = [(word, " ".join(before[word]), " ".join(after[word])) for word in before]
+    before, after = results["neighbors_before"], results["neighbors_after"]
+    both = [word for word in before if word in after]  # a resumed run may ask for other words
+    if neighbors := [(word, " ".join(before[word]), " ".join(after[word])) for word in both]:
         show_table("Nearest prototypes", ["word", "before", "after"], neighbors)
     logger.info(
         "%d steps; this session %.0f s, %.0f tokens/s, peak memory %.1f GiB.",
@@ -325,11 +331,12 @@ def show_suite(payload: dict[str, Any]) -> None:
         show_table(group, ["set", "metric", *names], cells)
         for note in dict.fromkeys(row["note"] for row in rows if row.get("note")):
             logger.info("%s", note)
-    level = "jointly 95 %" if len(payload["differences"]) > 1 else "95 %"
+    level = "jointly 95 %" if len(names) > 2 else "95 %"
     for difference in payload["differences"]:
         low, high = difference["interval"] or (None, None)
         logger.info(
-            "Loss of %s - %s: %+.3f nats%s over %d documents: %s.",
+            "%s of %s - %s: %+.3f nats%s over %d documents: %s.",
+            COMPARED[difference["metric"]][0].partition(",")[0].capitalize(),
             difference["model"],
             difference["against"],
             difference["mean"],

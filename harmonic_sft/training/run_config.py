@@ -105,6 +105,12 @@ class ModelConfig:
                 "unfreeze.dtype: expected 'float32' on a float32 body, got 'bfloat16'. "
                 "Set model.dtype: bfloat16 too"
             )
+        if "*" in self.unfreeze.patterns and self.dtype != self.unfreeze.dtype:
+            raise ValueError(
+                "dtype: expected that of unfreeze.dtype, 'float32', where everything trains, got "
+                "'bfloat16', which nothing would have. Set model.unfreeze.dtype: bfloat16, in "
+                "Python unfreeze={'patterns': ['*'], 'dtype': 'bfloat16'}, or leave dtype out"
+            )
         return self
 
 

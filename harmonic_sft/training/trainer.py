@@ -243,9 +243,14 @@ class HarmonicTrainer(ResumableTrainer):
         that of transformers is the sum of all metrics.
 
         Raises:
-            ValueError: The trainer was given a model, which a trial would change, a trial asks for
-                other rows, or several data sets have no `compute_objective`.
+            ValueError: The trainer was given a model, which a trial would change, no `hp_space`, a
+                trial asks for other rows, or several data sets have no `compute_objective`.
         """
+        if hp_space is None:
+            raise ValueError(
+                "hp_space: expected a function that makes the arguments of a trial, got none. That "
+                "of transformers would change the seed, and with it the rows"
+            )
         if not isinstance(self._preparation.model, str):
             raise ValueError("model: expected a name for a hyper-parameter search, got a model")
         if compute_objective is None and isinstance(self.eval_dataset, dict):

@@ -30,7 +30,10 @@ DEFAULTS: dict[str, Any] = {
     "seed": 42,
 }
 FORCED: dict[str, tuple[Any, str]] = {  # the value, and why
-    "remove_unused_columns": (False, "our rows hold what the model takes, and nothing else"),
+    "remove_unused_columns": (
+        False,
+        "your data_collator gets rows as they are; use dataset.remove_columns([...])",
+    ),
     "ddp_find_unused_parameters": (False, "frozen parameters are known not to take part"),
     "logging_nan_inf_filter": (False, "it would hide what the trainer stops at"),
     "include_num_input_tokens_seen": ("non_padding", "speeds count no padding"),

@@ -287,6 +287,13 @@ def test_labels_of_the_wrapping_do_not_double_it(tokenizer):
     assert read(row).content == of_tokens([10, 11, 3], begins=True)
 
 
+def test_a_pair_of_tokenized_texts_is_refused(tokenizer):
+    row = {"input_ids": [10, 11, 12], "token_type_ids": [0, 0, 0]}
+    assert one(row, "tokens", tokenizer) == of_tokens([10, 11, 12])
+    reason = one({**row, "token_type_ids": [0, 0, 1]}, "tokens", tokenizer)
+    assert reason.startswith("token_type_ids: expected 0 alone, got a pair of texts (your own da")
+
+
 @pytest.mark.parametrize("packed", [{"position_ids": [0, 1, 0]}, {"seq_lengths": [2, 1]}])
 def test_rows_that_were_packed_before_are_refused(tokenizer, packed):
     reason = one({"input_ids": [10, 11, 12], **packed}, "tokens", tokenizer)
@@ -324,6 +331,13 @@ def test_a_label_is_a_string_an_integer_or_the_number_of_a_name(tokenizer, label
         ("a", None, None, "a string or an integer as label, got None"),
         ("a", "\ud83d", None, r"a class as label, got '\\ud83d', which is no text"),
         ("a", True, None, r"a string or an integer as label, got True \(write it as a string\)"),
+        (
+            "a",
+            1.0,
+            None,
+            r"a string or an integer as label, got 1.0 \(write an integer: one missing",
+        ),
+        ("a", 0.5, None, r"a string or an integer as label, got 0.5 \(for several classes or a n"),
         ("a", np.float64(0.5), None, "a string or an integer as label, got"),
         ("a", torch.tensor(0.5), None, "a string or an integer as label, got"),
         (["a", "b"], [-100, -100], None, "a label for one of 2 words, got -100 for all"),

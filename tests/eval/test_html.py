@@ -36,6 +36,7 @@ def payload(**fields):
         ],
         "differences": [
             {
+                "metric": "loss",
                 "model": "<script>other",
                 "against": "mine",
                 "mean": 0.25,
@@ -92,8 +93,9 @@ def test_equal_values_are_none_the_better_and_intervals_of_several_models_are_so
     names, figures = ["mine", "second", "third"], payload()["figures"]["mine"]
     row = {**payload()["rows"][0], "values": [3.5, 3.5, 3.5]}
     more = {"models": names, "figures": dict.fromkeys(names, figures)}
-    differences = payload()["differences"] * 2
-    page = report_page(payload(rows=[row], differences=differences, **more))
+    best = {**payload()["differences"][0], "metric": "post_hoc_loss"}
+    page = report_page(payload(rows=[row], differences=[*payload()["differences"], best], **more))
+    assert re.findall("<td>(as trained|best)</td>", page) == ["as trained", "best"]
     assert ' best"' not in page
     assert '<th class="number">95 % interval, jointly</th>' in page
     assert ">95 % interval</th>" in report_page(payload())

@@ -395,6 +395,9 @@ def test_the_push_says_where_the_card_is_that_it_replaced(hub, client, pushed):
     assert f"{said} {before} of alice/edited." in done["err"]
     assert b"Mine." not in hub.files("alice/edited")["README.md"]
     assert b"Mine." in hub.files("alice/edited", before)["README.md"]
+    assert (
+        "README.md was replaced" not in client("push", pushed, "--repo-id", "alice/edited")["err"]
+    )
 
 
 def test_the_words_of_the_hub_are_shown(hub, client, pushed):

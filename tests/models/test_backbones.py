@@ -120,6 +120,7 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(tmp_path):
         ("bert", "whose tokens see those behind them"),
         ("llama4_text", "expected a decoder whose body stands apart from its head, got a Llama4F"),
         ("mamba", "expected a decoder with a cache of keys and values"),
+        ("minimax", "got a MiniMaxForCausalLM, which keeps another state"),
         ("modernbert-decoder", "expected logits of one linear layer"),
         # Another one, of another width. In transformers 5.17 its tokens see those behind them.
         ("rembert", "expected (logits of one linear layer|a decoder, got)"),
@@ -127,8 +128,12 @@ def test_what_transformers_keeps_in_float32_is_not_rounded(tmp_path):
 )
 def test_what_is_no_decoder_with_a_linear_head_is_refused(tmp_path, model_type, message):
     sizes = {k: v for k, v in SIZES.items() if k != "num_key_value_heads"}
-    own = {"is_decoder": True, "input_embedding_size": 16} if model_type == "rembert" else {}
-    config = CONFIG_MAPPING[model_type](**{**sizes, "pad_token_id": 0, **own})
+    own = {
+        "rembert": {"is_decoder": True, "input_embedding_size": 16},
+        "minimax": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2},
+    }
+    fields = {**sizes, "pad_token_id": 0, **own.get(model_type, {})}
+    config = CONFIG_MAPPING[model_type](**fields)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():

@@ -373,8 +373,11 @@ def test_dropout_is_replaced_everywhere(bases, family):
 def test_embeddings_narrower_than_the_hidden_states_are_refused(tmp_path):
     config = ElectraConfig(**{**SIZES, "embedding_size": 16})
     ElectraForMaskedLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"expected input embeddings as wide as .*\(32\), got 16"):
-        HarmonicForMaskedLM.from_base(str(tmp_path))
+    message = r"expected input embeddings as wide as .*\(32\), got 16. It can only be a classifier"
+    for init in ("input_embeddings", "output_embeddings"):
+        with pytest.raises(ValueError, match=message):
+            HarmonicForMaskedLM.from_base(str(tmp_path), init=init)
+    HarmonicForSequenceClassification.from_base(str(tmp_path), labels=["a", "b"])
 
 
 def test_positions_of_a_row():

@@ -152,3 +152,13 @@ def test_a_bad_step_names_no_row_that_an_epoch_leaves_out():
     args = SimpleNamespace(seed=0, dataloader_drop_last=True, **sizes)
     read = list(EpochSampler(rows, seed=0))[:8]
     assert [named["row"] for named in examples_of_step(rows, args, step=1)] == read
+
+
+def test_an_error_of_a_users_collator_names_the_columns_it_was_given():
+    def collate(rows):
+        raise ValueError("Unable to create tensor")
+
+    collator = CountingCollator(collator=collate, num_classes=5, causal=False)
+    with pytest.raises(ValueError, match="Unable to create tensor") as caught:
+        collator([{"text": "a", "input_ids": [1]}])
+    assert "with the columns ['text', 'input_ids']. Take out" in caught.value.__notes__[0]

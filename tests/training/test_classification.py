@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -187,11 +188,18 @@ def test_a_linear_head_and_a_16_bit_body_train_too(make):
     assert results["head"] == {"name": "linear", "bias": True}
 
 
-def test_the_classes_of_a_run_are_shown(make, capsys):
-    show_data(load_run_config(make()))
+def test_the_classes_of_a_run_are_shown_and_what_is_left_out(make, capsys, caplog):
+    caplog.set_level("INFO")
+    path = make()
+    rows = Path(load_run_config(path).data.sources[0].path)
+    kind = json.loads(rows.read_text().splitlines()[0])
+    with rows.open("a") as file:
+        file.write(f"\n{json.dumps(dict.fromkeys(kind))}\n")
+    show_data(load_run_config(path, ["data.on_bad_row=skip"]))
     printed = capsys.readouterr().out
     assert "140 training rows" in printed
     assert "early" in printed
+    assert "Left out: 1 bad rows, such as" in caplog.text
 
 
 def test_a_plan_needs_no_data(make, capsys, caplog):

@@ -34,6 +34,16 @@ def other(tmp_path):
     return path
 
 
+def test_rows_that_cannot_be_read_are_counted(run_copy, other, caplog):
+    caplog.set_level("INFO")
+    other.write_bytes(b"\xe9 aa\n" + other.read_bytes())
+    found = evaluate_folder(run_copy, [f"data={other}", "data.on_bad_row=skip", CPU])
+    assert found["documents"] == 216
+    assert found["data"]["rows_left_out"] == 24  # with the blank ones
+    assert "Left out: 1 bad rows, such as" in caplog.text
+    assert "line 1" in found["data"]["reasons"][0]
+
+
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -219,7 +229,8 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(run_copy, sets, 
     assert results["models"] == ["copy", "other"]
     rows = {(row["set"], row.get("metric")): row for row in results["rows"]}
     assert all(row["values"][0] == row["values"][1] for row in results["rows"])  # the same weights
-    assert [found["verdict"] for found in results["differences"]] == ["undecided"]
+    found = [(one["metric"], one["mean"], one["verdict"]) for one in results["differences"]]
+    assert found == [("loss", 0, "undecided"), ("post_hoc_loss", 0, "undecided")]
     loss = evaluate_folder(run_copy, [CPU])["final"]["loss"]
     assert rows["held-out data", "loss, nats"]["values"][0] == pytest.approx(loss)
     missing = {row["set"]: row["missing"] for row in results["rows"] if "missing" in row}

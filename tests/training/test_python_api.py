@@ -548,7 +548,7 @@ def test_a_run_continues_from_its_last_checkpoint(arguments, make, texts):
     fresh = make(arguments("fresh"))
     with pytest.raises(ValueError, match="resume_from_checkpoint: expected a whole checkpoint"):
         fresh.train(resume_from_checkpoint=True)
-    message = "resume_from_checkpoint: expected the settings of .* training.learning_rate. Use"
+    message = r"expected the settings of the run .* training.learning_rate \(then 0.01\). Use"
     other = make(arguments("other", **SAVING, learning_rate=1e-5))
     with pytest.raises(ValueError, match=message):  # the optimizer would keep the old rate
         other.train(resume_from_checkpoint=f"{resumed.args.output_dir}/checkpoint-2")
@@ -681,7 +681,9 @@ def test_a_search_loads_the_model_again_for_every_trial(tiny_base, texts, argume
     ours = HarmonicForMaskedLM.from_base(str(tiny_base))
     fixed = make(model=ours)
     with pytest.raises(ValueError, match="model: expected a name for a hyper-parameter search"):
-        fixed.hyperparameter_search(n_trials=1)
+        fixed.hyperparameter_search(lambda trial: {}, n_trials=1)
+    with pytest.raises(ValueError, match="hp_space: expected a function that makes"):
+        trainer.hyperparameter_search(n_trials=1)
 
 
 def test_a_loaded_model_trains_on_the_loss_of_the_arguments_or_on_its_users_own(

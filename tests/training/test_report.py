@@ -1,5 +1,6 @@
 """What is printed about runs."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -191,9 +192,11 @@ def test_an_estimate_is_compared_with_the_gpu_that_is_there(gib, said, caplog, m
 
 
 @pytest.mark.parametrize(("unigrams", "is_said"), [(4.0, True), (4.1, False), (None, False)])
-def test_a_model_that_knows_no_more_than_frequencies_is_named(unigrams, is_said, caplog):
-    results = {**run("a", "x"), "unigram_loss": unigrams, "neighbors_before": {}}
+def test_a_model_that_knows_no_more_than_frequencies_is_named(unigrams, is_said, caplog, capsys):
+    results = {**run("a", "x"), "unigram_loss": unigrams}
+    results |= {"neighbors_before": {"aa": ["x"], "ba": ["y"]}, "neighbors_after": {"ba": ["z"]}}
     results |= {"train_seconds": 1.0, "tokens_per_second": 1.0, "peak_memory_bytes": 1}
     results["config"]["model"] = {"task": "masked_lm"}
     show_closing_table(results)
+    assert re.findall("(aa|ba) +([xyz]) +([xyz])", capsys.readouterr().out) == [("ba", "y", "z")]
     assert ("a: after training it predicts no better than frequencies" in caplog.text) == is_said

@@ -17,7 +17,11 @@ from harmonic_sft.results import read_results
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.head_swap import check_base
-from harmonic_sft.training.output_folder import check_output_folder, read_run
+from harmonic_sft.training.output_folder import (
+    check_output_folder,
+    claim_output_folder,
+    read_run,
+)
 from harmonic_sft.training.preview import dry_run
 from harmonic_sft.training.run import train
 from harmonic_sft.training.run_config import load_run_config
@@ -141,7 +145,7 @@ def test_a_run_is_resumed_only_as_it_was(finished_run, finished_results):
     before = weights_in(finished_run)
     with pytest.raises(ValueError, match=r"which holds a run. Add resume=true"):
         start(path)
-    with pytest.raises(ValueError, match=r"other values for h_exp.end, schedule.decay"):
+    with pytest.raises(ValueError, match=r"values for h_exp.end \(then -4.0\), schedule.decay"):
         start(path, "resume=true", "h_exp.end=-8.0", "schedule.decay_ratio=0.3")
     assert start(path, "resume=true")["final"] == finished_results["final"]
     assert weights_in(finished_run) == before
@@ -154,7 +158,7 @@ def test_a_run_of_an_earlier_version_keeps_its_held_out_documents(run_copy, make
     write_run(run_copy / "run.yaml", saved, {"training": {"seed": 7}})
     assert read_run(run_copy)["data"]["eval"]["seed"] == 7
     again = ("resume=true", "training.seed=7", f"training.output_dir={run_copy}")
-    with pytest.raises(ValueError, match=r"got other values for data.eval.seed. Use"):
+    with pytest.raises(ValueError, match=r"got other values for data.eval.seed \(then 7\). Use"):
         start(make_yaml(), *again)
 
 
@@ -225,6 +229,18 @@ def test_a_run_whose_schedules_stretch_is_not_continued(
     message = rf"resume: expected 6 steps as before, or .* Got {reason}. Start a new run on this"
     with pytest.raises(ValueError, match=message) if reason else nullcontext():
         check_output_folder(longer)
+
+
+def test_more_steps_and_another_split_of_the_batch_are_written_down(
+    finished_run, make_yaml, tmp_path
+):
+    path, folder = make_yaml(**CONSTANT), shutil.copytree(finished_run, tmp_path / "run")
+    (folder / "run.yaml").write_text(to_yaml(load_run_config(path)))
+    split = ["training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=2"]
+    longer = load_run_config(path, ["resume=true", "training.max_steps=12", *split])
+    claim_output_folder(longer)
+    assert read_run(folder)["training"]["max_steps"] == 12
+    check_output_folder(longer)
 
 
 def test_a_run_that_ends_early_is_not_finished(

@@ -241,13 +241,20 @@ REFUSED = [
     (["training.fp16=true"], "training.fp16: expected nothing, got True; use model.dtype"),
     (["training.bf16=true"], "training.bf16: expected nothing, got True; use model.dtype"),
     (["data.context_length=0"], "data.context_length: expected"),
+    (
+        ["model.dtype=bfloat16", 'model.unfreeze={patterns: ["*"]}'],
+        "model.dtype: expected that of unfreeze.dtype, 'float32', where everything trains",
+    ),
     (["training.resume_from_checkpoint=true"], "expected nothing, got True; use resume: true"),
     (["training.lr_scheduler_type=linear"], "schedule: expected nothing beside training.lr_sch"),
     (["training.push_to_hub=true"], "write hub: {push: true, repo_id: owner/name}"),
     (["training.deepspeed=ds.json"], "got 'ds.json'; it keeps weights .* lose norm 1; use DDP"),
     (["training.fsdp=full_shard"], "training.fsdp: expected nothing, .* not supported yet"),
     (["training.save_only_model=true"], "such a checkpoint cannot be resumed"),
-    (["training.remove_unused_columns=true"], "unused_columns: expected False, got True; our rows"),
+    (
+        ["training.remove_unused_columns=true"],
+        "columns: expected False, got True; your data_collator",
+    ),
     pytest.param(
         ["training.dataloader_in_order=false"],
         "dataloader_in_order: expected True, got False; the order of rows would depend on",
