@@ -121,6 +121,7 @@ class Transport:
         logits, ground = head(hidden_states), self.ground(head)  # [N, V], [V, D]
         if self.top_k is None:
             points = ground.to(logits.dtype)
+            points = points - points.detach().mean(0)  # which would cost the costs their digits
             squares, targets = points.square().sum(-1), points[labels]
             costs = squares + squares[labels].unsqueeze(-1) - 2 * targets @ points.T  # [N, V]
             # Rounding can push a small cost below zero; that of the label is 0.

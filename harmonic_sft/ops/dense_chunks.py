@@ -70,6 +70,7 @@ class _Chunks(torch.autograd.Function):
     ) -> Tensor:
         # The parameters themselves: the loss reaches them through the head.
         ctx.loss_fn, ctx.head, ctx.rows, ctx.parameters = loss_fn, head, rows, parameters
+        ctx.versions = [parameter._version for parameter in parameters]
         losses, gradients = _differentiate(ctx, hidden_states, labels, None)
         ctx.save_for_backward(hidden_states, labels, *gradients)
         return losses
@@ -84,6 +85,11 @@ class _Chunks(torch.autograd.Function):
             factors = factors_for(gradients, grad)
             scaled = [gradient * f for gradient, f in zip(gradients, factors, strict=True)]
         else:
+            if ctx.versions != [parameter._version for parameter in ctx.parameters]:
+                raise RuntimeError(
+                    "backward: expected the head's weights of the forward pass, got others, which "
+                    "were changed in place since"
+                )
             scaled = _differentiate(ctx, hidden_states, labels, grad)[1]
         remaining = iter(scaled)
         needs = ctx.needs_input_grad[4:]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from harmonic_sft.ops.arguments import Arguments, Results, TokenMetrics, kept_dtype
-from harmonic_sft.ops.geometry import Geometry, GradientProducts, add_rows_
+from harmonic_sft.ops.geometry import Geometry, GradientProducts, add_rows_, log_ratio
 from harmonic_sft.ops.stages import STAGES, Chunk, CrossEntropyStage
 from harmonic_sft.ops.tiles import TorchTiles
 from harmonic_sft.ops.workers import Workers, cpu_workers
@@ -85,7 +85,8 @@ class Softmax:
 
     def place(self, tokens: slice) -> Chunk:
         """Return a chunk of tokens with their labels."""
-        placed, inverse = self.geometry.place(self.hidden_states[tokens])
+        direct, inverse = self.geometry.direct(self.hidden_states[tokens])
+        placed = self.geometry.place(direct)
         if self.geometry.linear:
             unit = near_limits = placed.new_ones(len(placed), 1)
             row_terms = None
@@ -95,7 +96,7 @@ class Softmax:
             row_terms = self.geometry.row_terms(squared, inverse)
             near_limits = self.geometry.near_limits(squared)
         labels = self.stage.labels[tokens]
-        return Chunk(tokens, placed, inverse, unit, row_terms, near_limits, labels)
+        return Chunk(tokens, direct, placed, inverse, unit, row_terms, near_limits, labels)
 
     def measure_pairs(self, chunk: Chunk, near: Tensor | None) -> None:
         """Write the pairs of a chunk: its labels, and the columns `near` `[T, S]`, -1 for none."""
@@ -104,7 +105,7 @@ class Softmax:
         chunk.columns, chunk.absent = columns, columns < 0
         logits = scores = self.tiles.pair_scores(chunk, columns)
         if not geometry.linear:
-            logs = torch.log(scores / chunk.unit).masked_fill_(chunk.absent, 0)
+            logs = log_ratio(scores, chunk.unit).masked_fill_(chunk.absent, 0)
             chunk.squared, chunk.logs, logits = scores, logs, logs * self.stage.h_exp
         if self.bias is not None:
             logits = logits + self.bias[columns].to(logits.dtype)

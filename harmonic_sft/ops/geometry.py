@@ -9,8 +9,9 @@ from harmonic_sft.models.head import NEAR, inverse_norms, unit_rows
 from harmonic_sft.ops.workers import Workers
 
 # A mean of the prototypes that holds this share of their squared norm is subtracted first: what is
-# left of the distances after it would have lost its digits.
-DOMINANT = 0.5
+# left of the distances after it would have lost its digits. With a smaller share there is little to
+# gain, and hidden states that are far from the mean would lose theirs.
+DOMINANT = 0.9
 CENTER_SAMPLE = 2048  # rows that the mean is taken of: any center is exact, a near one is enough
 SQUARED_ROWS = 2048  # of prototypes at once, so that no second table of them is written
 COMPLETED_ELEMENTS = 3 * 2**17  # of prototypes at once: 1.5 MB, which stays in a core's cache
@@ -84,20 +85,21 @@ class Geometry:
         """
         return self.kind == "euclidean" or self.center is not None
 
-    def place(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return hidden states `[T, D]` as they are compared, and 1 / |x| `[T, 1]` on the sphere.
+    def direct(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states `[T, D]` for differences, and 1 / |x| `[T, 1]` on the sphere.
 
-        A hidden state of norm 0 has no direction: its distance to every prototype is that of a
-        right angle, and its gradient is 0.
+        On the sphere they have norm 1. A hidden state of norm 0 has no direction: its distance to
+        every prototype is that of a right angle, and its gradient is 0.
         """
         hidden_states = hidden_states.to(self.dtype)
-        inverse = None
-        if self.kind == "sphere":
-            inverse = inverse_norms(hidden_states).unsqueeze(1)
-            hidden_states = hidden_states * inverse
-        if self.center is not None:
-            hidden_states = hidden_states - self.center
-        return hidden_states, inverse
+        if self.kind != "sphere":
+            return hidden_states, None
+        inverse = inverse_norms(hidden_states).unsqueeze(1)
+        return hidden_states * inverse, inverse
+
+    def place(self, direct: Tensor) -> Tensor:
+        """Return vectors of `direct` or `direct_prototypes` as products compare them."""
+        return direct if self.center is None else direct - self.center
 
     def unit(self, squared: Tensor) -> Tensor:
         """Return a squared distance `[T, 1]` typical of placed hidden states of squared norms.
@@ -108,7 +110,7 @@ class Geometry:
         if self.spread is None:
             return torch.ones_like(squared)
         # Not 0 either where all prototypes are one, and the hidden state is too.
-        return (squared + self.spread).clamp_min(torch.finfo(squared.dtype).tiny)
+        return (squared + self.spread + self.eps).clamp_min(torch.finfo(squared.dtype).tiny)
 
     def near_limits(self, squared: Tensor) -> Tensor:
         """Return the squared distances `[T, 1]` below which expansion has lost digits.
@@ -132,12 +134,15 @@ class Geometry:
         terms = torch.cat([torch.linalg.vecdot(tile, tile) for tile in tiles]).add_(self.eps)
         return terms if self.inverse is None else terms + (self.inverse == 0)
 
-    def place_prototypes(self, classes: Tensor) -> Tensor:
-        """Return the prototypes of `classes` `[P]` as they are compared, `[P, D]`."""
+    def direct_prototypes(self, classes: Tensor) -> Tensor:
+        """Return the prototypes of `classes` `[P]` for differences, `[P, D]`; see `direct`.
+
+        Without the center: subtracted, it would leave its rounding in them.
+        """
         prototypes = self.prototypes[classes].to(self.dtype)
         if self.kind == "sphere":
             prototypes = prototypes * inverse_norms(prototypes).unsqueeze(1)
-        return prototypes if self.center is None else prototypes - self.center
+        return prototypes
 
     def undirected(self, inverse: Tensor | None, classes: Tensor) -> Tensor | float:
         """Return 1 for each side without a direction, which direct differences leave out.
@@ -198,9 +203,9 @@ class GradientProducts:
             self.column_sums = prototype_gradient.new_zeros(len(prototype_gradient))
         self.untouched = True
 
-    def start_chunk(self, placed: Tensor) -> None:
-        """Begin a chunk, with its hidden states `[T, D]` as the geometry compares them."""
-        self.placed = placed
+    def start_chunk(self, direct: Tensor, placed: Tensor) -> None:
+        """Begin a chunk, with its hidden states `[T, D]` as `Geometry` makes them."""
+        self.direct, self.placed = direct, placed
         count = self.workers.count
         self.row_sums = placed.new_zeros(count, len(placed), 1)
         self.hidden_parts = [torch.zeros_like(placed) for _ in range(count * self.wants_hidden)]
@@ -235,12 +240,12 @@ class GradientProducts:
             classes: `[T]`.
             coefficients: `[T]`, 0 where there is no pair.
         """
-        vectors, coefficients = self.geometry.place_prototypes(classes), coefficients.unsqueeze(1)
+        vectors, coefficients = self.geometry.direct_prototypes(classes), coefficients.unsqueeze(1)
         if self.geometry.linear:
             if self.prototype_gradient is not None:
-                add_rows_(self.prototype_gradient, classes, self.placed * coefficients)
+                add_rows_(self.prototype_gradient, classes, self.direct * coefficients)
             return vectors.mul_(coefficients)
-        pulls = vectors.sub_(self.placed).mul_(coefficients)  # [T, D]
+        pulls = vectors.sub_(self.direct).mul_(coefficients)  # [T, D]
         if self.prototype_gradient is not None:
             scale = self.geometry.scale
             pushes = -pulls if scale is None else pulls * -scale[classes].unsqueeze(1)
@@ -250,7 +255,7 @@ class GradientProducts:
     def end_chunk(self) -> None:
         """Forget the chunk."""
         self.untouched = False
-        del self.placed, self.row_sums, self.hidden_parts
+        del self.direct, self.placed, self.row_sums, self.hidden_parts
 
     def complete(self) -> None:
         """Complete the prototypes' gradient after the last chunk; on the sphere make it tangent."""
@@ -276,6 +281,11 @@ class GradientProducts:
                     tile.mul_(inverse)
 
         self.workers.run(complete_part, -(-len(target) // size))
+
+
+def log_ratio(squared: Tensor, unit: Tensor) -> Tensor:
+    """Return log(squared / unit), finite also where the quotient is below all numbers."""
+    return torch.log((squared / unit).clamp_min_(torch.finfo(squared.dtype).tiny))
 
 
 def add_rows_(target: Tensor, index: Tensor, values: Tensor) -> None:

@@ -45,7 +45,8 @@ class Chunk:
     """
 
     tokens: slice  # where they stand among the N
-    placed: Tensor  # [T, D], hidden states as the geometry compares them
+    direct: Tensor  # [T, D], hidden states for differences
+    placed: Tensor  # [T, D], hidden states as products compare them
     inverse: Tensor | None  # [T, 1], 1 / |x| on the sphere; None elsewhere
     unit: Tensor  # [T, 1], of squared distances (`Geometry.unit`); 1 for a linear head
     row_terms: Tensor | None  # [T, 1], what a token's squared distances have in common; None for 0
@@ -219,7 +220,7 @@ class CrossEntropyStage:
         raise AssertionError("only a second loss has weights")
 
     def label_points(self, tokens: slice) -> Tensor:
-        """Return the points of the labels `[T, E]` of a transport."""
+        """Return the points of the labels `[T, E]` of a transport, for differences."""
         raise AssertionError("only a transport has points")
 
     def normalizer(self, chunk: Chunk) -> Tensor:
@@ -376,16 +377,19 @@ class TransportStage(CrossEntropyStage):
         self.label_factor, self.second_factor = arguments.mix.tolist()
         points, dtype = arguments.second_weight, self.target.dtype
         points = arguments.prototypes if points is None else points
-        self.points = self.ground = Geometry("euclidean", points, 0.0, dtype, centered=False)
+        # Off the CPU a look whether the mean dominates would halt the device.
+        centered = None if points.is_cpu else False
+        self.points = self.ground = Geometry("euclidean", points, 0.0, dtype, centered=centered)
         self.squares = self.ground.column_terms()
 
     def label_points(self, tokens: slice) -> Tensor:
-        """Return the points of the labels `[T, E]`."""
-        return self.ground.place_prototypes(self.labels[tokens, 0])
+        """Return the points of the labels `[T, E]`, for differences."""
+        return self.ground.direct_prototypes(self.labels[tokens, 0])
 
     def weigh(self, tile: slice, tokens: slice, exps: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return e times the cost."""
-        costs = torch.mm(self.label_points(tokens), self.ground.tile(tile).T)
+        targets = self.ground.place(self.label_points(tokens))
+        costs = torch.mm(targets, self.ground.tile(tile).T)
         torch.add(self.squares[tile], costs, alpha=-2, out=costs)
         costs.add_(self.squares[self.labels[tokens]]).clamp_min_(0)
         return costs.mul_(exps), []
@@ -410,7 +414,7 @@ class TransportStage(CrossEntropyStage):
         probs = (chunk.logits - chunk.log_normalizer.unsqueeze(1)).exp()
         targets = self.label_points(chunk.tokens)
         costs = [
-            (self.ground.place_prototypes(classes) - targets).square_().sum(1)
+            (self.ground.direct_prototypes(classes) - targets).square_().sum(1)
             for classes in chunk.columns.clamp_min(0).unbind(1)
         ]
         return probs * torch.stack(costs, 1)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harmonic_sft.ops.arguments import Arguments
-from harmonic_sft.ops.geometry import GradientProducts
+from harmonic_sft.ops.geometry import GradientProducts, log_ratio
 from harmonic_sft.ops.stages import LOG2_E, Chunk, CrossEntropyStage
 
 # Small tiles stay in the cache of a core; an accelerator wants large ones.
@@ -115,11 +115,11 @@ class TorchTiles:
         """
         geometry, known, parts = self.geometry, columns.clamp_min(0), []
         for classes in known.unbind(1):
-            prototypes = geometry.place_prototypes(classes)  # [T, D]
+            prototypes = geometry.direct_prototypes(classes)  # [T, D]
             if geometry.linear:
-                parts.append((chunk.placed * prototypes).sum(1))
+                parts.append((chunk.direct * prototypes).sum(1))
             else:
-                parts.append((chunk.placed - prototypes).square_().sum(1).add_(geometry.eps))
+                parts.append((chunk.direct - prototypes).square_().sum(1).add_(geometry.eps))
         return torch.stack(parts, 1) + geometry.undirected(chunk.inverse, known)
 
     def finish(self, chunk: Chunk, coefficients: Tensor, hidden_gradient: Tensor | None) -> None:
@@ -137,8 +137,7 @@ class TorchTiles:
                 total += pulls
         if hidden_gradient is not None and total is not None:
             if chunk.inverse is not None:  # tangent to the sphere
-                center = self.geometry.center
-                units = chunk.placed if center is None else chunk.placed + center
+                units = chunk.direct
                 total.addcmul_(units, torch.linalg.vecdot(units, total).unsqueeze(1), value=-1)
                 total *= chunk.inverse
             hidden_gradient.copy_(total)
@@ -156,9 +155,10 @@ class TorchTiles:
         """
         class_sums = chunk.mass.new_empty(self.edges[-1].stop) if self.learns_bias else None
         linear = self.geometry.linear
-        self.products.start_chunk(chunk.placed)
+        self.products.start_chunk(chunk.direct, chunk.placed)
         if self.point_products is not None:
-            self.point_products.start_chunk(self.stage.label_points(chunk.tokens))
+            points = self.stage.label_points(chunk.tokens)
+            self.point_products.start_chunk(points, self.point_products.geometry.place(points))
 
         def multiply(worker: int, k: int) -> None:
             tile, kept = self.edges[k], self._kept(chunk, k)
@@ -205,7 +205,7 @@ class TorchTiles:
         log_scale = chunk.log_scale[k].zero_()
         if nearest is not None:
             nearest.masked_fill_(nearest == torch.inf, 1)  # nothing is left of the row
-            log_scale.copy_(torch.log(nearest / chunk.unit).mul_(self.h_exp).squeeze(1))
+            log_scale.copy_(log_ratio(nearest, chunk.unit).mul_(self.h_exp).squeeze(1))
         if nearest is not None and self.power:
             place = kept[0] if kept is not None and self.keeps_ratios else None
             ratios = torch.div(nearest, scores, out=place)  # 0 where left out

@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
 @triton.jit
 def _load_prototype(prototypes, column, dims, inside):
-    """A prototype as `Geometry.place_prototypes` has it."""
+    """A prototype as products compare it."""
     places = prototypes.vectors + column.to(tl.int64) * prototypes.stride + dims
     vector = tl.load(places, mask=inside, other=0.0).to(tl.float32)
     if prototypes.inverse is not None:

@@ -35,7 +35,7 @@ ALIGNED = 64  # classes: products of other numbers of them took three to six tim
 # A tile reports its two closest near pairs. Of more than this many of a row (a cluster of
 # prototypes that the hidden state sits in) the closest are kept and the others are dropped, since
 # counting them would halt the device; hence the narrower notion of near than on the CPU.
-NEAR_PER_ROW = 4
+NEAR_PER_ROW = 8
 NEAR_SHARE = 2.0**-3
 
 

@@ -6,6 +6,7 @@ holds. Threads that run single-threaded operations meet only a few times.
 """
 
 import os
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +14,16 @@ from contextlib import contextmanager
 import torch
 
 _POOLS: dict[int, ThreadPoolExecutor] = {}
-os.register_at_fork(after_in_child=_POOLS.clear)  # a forked child has none of its parent's threads
+_LOCK = threading.RLock()
+
+
+def _forget_threads() -> None:
+    global _LOCK
+    _POOLS.clear()
+    _LOCK = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)  # a forked child has none of its parent's
 
 
 class Workers:
@@ -54,15 +64,30 @@ class Workers:
 
 @contextmanager
 def cpu_workers() -> Generator[Workers]:
-    """Give as many workers as PyTorch may use cores, and keep every operation to one core."""
-    count = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        if count > 1 and count not in _POOLS:
-            _POOLS[count] = ThreadPoolExecutor(count, "tiles", _prepare_thread)
-        yield Workers(count)
-    finally:
-        torch.set_num_threads(count)
+    """Give as many workers as PyTorch may use cores, and keep every operation to one core.
+
+    Calls of several Python threads wait for each other.
+    """
+    with _LOCK:
+        count = _num_cores()
+        try:
+            torch.set_num_threads(1)
+            if count > 1 and count not in _POOLS:
+                _POOLS[count] = ThreadPoolExecutor(count, "tiles", _prepare_thread)
+            yield Workers(count)
+        finally:
+            torch.set_num_threads(count)
+
+
+def _num_cores() -> int:
+    """Return how many cores PyTorch may use.
+
+    A thread that first used PyTorch while another one was in `cpu_workers` would say 1 for good.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return torch.get_num_threads()
+    with ThreadPoolExecutor(1) as new_thread:
+        return new_thread.submit(torch.get_num_threads).result()
 
 
 def _prepare_thread() -> None:

@@ -43,6 +43,8 @@ def test_a_point_in_the_middle_is_a_hub():
     assert hubness(torch.cat([ring, torch.zeros(1, 40)]))["hubness"] > 3 * hubness(ring)["hubness"]
     line = torch.arange(100.0)[:, None]  # nobody is far from anybody's neighbors
     assert hubness(line)["never_neighbor"] == 0
+    table = normal(500, 64)
+    assert hubness(table + 200) == pytest.approx(hubness(table), rel=1e-2)
     small, large = (hubness(F.normalize(normal(count, 8), dim=-1)) for count in (2000, 20_000))
     assert large["never_neighbor"] == pytest.approx(small["never_neighbor"], abs=0.02)
 

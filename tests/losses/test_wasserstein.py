@@ -7,7 +7,7 @@ import torch
 
 from experiments.cost import allocated_peak
 from harmonic_sft.losses import WassersteinLoss
-from harmonic_sft.models import build_head
+from harmonic_sft.models import LinearHead, build_head
 from tests.head_variants import D, V, moved_head
 from tests.ops.baselines import transport
 from tests.ops.fused import assert_same, make_chunks_small
@@ -99,6 +99,25 @@ def test_rounding_pushes_no_cost_below_zero(name):
         head.weight.mul_(1e-3).add_(100)  # of costs of 1e-5, whose expansion rounds to 1e-2
     states, labels = problem(V)
     assert WassersteinLoss()(head, states.float(), labels).min() >= 0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_mean_of_all_points_costs_no_digits(fused):
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(200, 32, generator=generator)
+    points += 100 * torch.randn(32, generator=generator)
+    states, labels = torch.randn(8, 32, generator=generator) / 100, torch.arange(8)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        head = LinearHead(32, 200).to(dtype)
+        head.weight.data.copy_(points)
+        leaf = states.to(dtype).requires_grad_()
+        loss_fn = WassersteinLoss(ground="fixed").prepare(head)
+        loss = (loss_fn if fused else loss_fn._dense)(head, leaf, labels)
+        found.append([loss, *torch.autograd.grad(loss.sum(), [leaf, head.weight])])
+    for actual, expected in zip(*found, strict=True):
+        assert (actual - expected).norm() < 2e-3 * expected.norm()
+    assert (found[0][0] - found[1][0]).norm() < 1e-5 * found[1][0].norm()
 
 
 def test_gradients_at_logits_of_hundreds_are_as_good_as_the_definitions():

@@ -85,7 +85,9 @@ def regime(name: str, num_tokens: int, vocab_size: int, hidden_size: int = 768) 
         prototypes = prototypes + float(value) * normal(hidden_size)
         hidden_states = prototypes[labels] + beside(0.47)
     else:
-        assert kind == "captured", name
+        assert kind in ("captured", "both"), name
+        if kind == "both":
+            prototypes = prototypes + 5 * normal(hidden_size)
         wrong = prototypes[(labels + 1) % vocab_size]
         direction = F.normalize(noise, dim=-1)
         hidden_states = wrong + float(value) * wrong.norm(dim=-1, keepdim=True) * direction

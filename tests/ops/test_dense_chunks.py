@@ -104,6 +104,15 @@ def test_weighted_losses_of_parameters_that_are_gone_are_refused_not_wrong():
     assert others["head.weight"].grad.any()
 
 
+def test_weights_that_were_changed_in_place_are_refused_not_wrong():
+    head, states, labels = problem()
+    losses = by_chunks(nll, head, states, labels)
+    with torch.no_grad():
+        head.weight.mul_(3)
+    with pytest.raises(RuntimeError, match="expected the head's weights of the forward pass"):
+        (losses * torch.arange(7)).sum().backward()
+
+
 def test_other_than_one_label_for_each_row_is_refused():
     head, states, _ = problem()
     with pytest.raises(ValueError, match=r"^labels: expected 7, one for each row, got 2$"):

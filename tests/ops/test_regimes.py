@@ -21,6 +21,7 @@ REGIMES = [
     "captured 1e-3",
     "mean 5",
     "mean 20",
+    "both 1e-3",  # a shared mean five times what is about it, and a wrong prototype
     "sphere p 0.9996",
     "sphere captured 1e-1",
     "sphere mean 20",
@@ -128,6 +129,44 @@ def assert_as_in_float64(hidden_states, prototypes, labels, h_exp, tolerance, **
         torch.testing.assert_close(
             actual.double(), expected, rtol=tolerance, atol=tolerance * scale
         )
+
+
+@pytest.mark.parametrize("far", [1e3, 1e4])
+def test_a_far_point_of_most_prototypes_spoils_no_others(far):
+    generator = torch.Generator().manual_seed(0)
+    prototypes = torch.randn(1000, 64, generator=generator)
+    prototypes[:700] = 0.01 * prototypes[:700] + far * torch.randn(64, generator=generator)
+    labels = torch.arange(33) + 800
+    hidden_states = prototypes[labels + 1] + 0.3 * torch.randn(33, 64, generator=generator)
+    assert_as_in_float64(hidden_states, prototypes, labels, -12.0, 1e-5, unit_sphere=False)
+
+
+@pytest.mark.parametrize("h_exp", [-12.0, -100.0])
+def test_an_eps_above_all_distances_leaves_the_exponent_its_gradient(h_exp):
+    generator = torch.Generator().manual_seed(0)
+    vectors = 0.0125 * torch.randn(564, 64, generator=generator)
+    labels = torch.randint(500, (64,), generator=generator)
+    found = []
+    for impl, dtype in (("chunked", torch.float32), ("reference", torch.float64)):
+        exponent = torch.tensor(h_exp, dtype=dtype, requires_grad=True)
+        states, prototypes = vectors.to(dtype).split([64, 500])
+        loss = distance_cross_entropy(
+            states, prototypes, labels, h_exp=exponent, eps=1.0, unit_sphere=False, impl=impl
+        )
+        found.append(torch.autograd.grad(loss.sum(), exponent)[0].item())
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_distances_that_a_norm_swallows_stay_finite():
+    """The label's squared distance over a typical one is below all numbers of float32."""
+    generator = torch.Generator().manual_seed(0)
+    prototypes = 1e9 * torch.randn(40, 16, generator=generator)
+    states = prototypes[:2].clone().requires_grad_()
+    settings = {"h_exp": -1.0, "eps": 1e-30, "unit_sphere": False}
+    loss = distance_cross_entropy(states, prototypes, torch.tensor([0, 5]), **settings)
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert states.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("unit_sphere", [False, True])

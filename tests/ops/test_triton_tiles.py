@@ -160,11 +160,20 @@ def test_without_a_token_no_gradient_is_left_unwritten(monkeypatch):
 def many_near():
     states, _, labels = make_inputs()
     generator = torch.Generator().manual_seed(1)
-    prototypes = torch.randn(8 * 32, D, generator=generator)
-    for tile in range(7):  # more tiles than pairs of a row, and the closest stand first
+    prototypes = torch.randn(11 * 32, D, generator=generator)
+    for tile in range(10):  # more tiles than pairs of a row, and the closest stand first
         steps = torch.randn(8, D, generator=generator)
         prototypes[32 * tile : 32 * tile + 8] = states[:8] + 0.01 * (1 + tile) * steps
-    return states[:8], prototypes, 7 * 32 + labels[:8] % 32
+    return states[:8], prototypes, 10 * 32 + labels[:8] % 32
+
+
+def copies():
+    """Of one prototype, one in each tile."""
+    states, _, _ = make_inputs()
+    generator = torch.Generator().manual_seed(1)
+    prototypes = torch.randn(7 * 32, D, generator=generator)
+    prototypes[5::32] = states[0] + 0.1 * torch.randn(D, generator=generator)
+    return states[:1], prototypes, torch.tensor([100])
 
 
 def two_near():
@@ -176,7 +185,7 @@ def two_near():
 
 
 @pytest.mark.parametrize("kind", ["euclidean", "sphere"])
-@pytest.mark.parametrize("make", [many_near, two_near])
+@pytest.mark.parametrize("make", [many_near, copies, two_near])
 def test_of_near_prototypes_the_closest_count(make, kind):
     inputs = make()
     expected = harmonic_float64(*inputs, -14.0, kind == "sphere")

@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -209,6 +210,25 @@ def test_a_forked_child_starts_threads_of_its_own():
     finally:
         child.kill()
         child.join()
+
+
+def test_a_thread_that_began_inside_a_call_leaves_the_number_as_it_was():
+    numbers, started = [], Event()
+
+    def call():
+        numbers.append(torch.get_num_threads())  # its first use of PyTorch
+        started.set()
+        run()
+
+    with cpu_workers():
+        inside = Thread(target=call)
+        inside.start()
+        assert started.wait(60)
+    inside.join()
+    later = Thread(target=lambda: numbers.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert numbers == [1, 2]
 
 
 def test_workers_flush_denormals_and_the_caller_keeps_them():
