@@ -8,6 +8,7 @@ from transformers.utils import logging as transformers_logging
 
 from experiments import (
     decoder_cost,
+    exponent,
     family,
     figures,
     geometry_note,
@@ -34,6 +35,7 @@ EXPERIMENTS: dict[str, Callable[[str, Sequence[str]], None]] = {
     "small_gpt": small_gpt.main,
     "gpt2_small": gpt2_small.main,
     "kitsunp": kitsunp.main,
+    "exponent": exponent.main,
     "draw": figures.main,
 }
 

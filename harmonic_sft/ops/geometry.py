@@ -28,8 +28,8 @@ class Geometry:
         prototypes: `[V, D]`, raw.
         eps: Added to the squared distance.
         dtype: All arithmetic is done in it, float32 or better.
-        centered: Whether the mean of the prototypes is subtracted; None looks whether it dominates
-            them, which would halt a GPU.
+        centered: Whether the mean of the prototypes is subtracted if it dominates them. None looks
+            whether it does, which would halt a GPU; True subtracts it or zeros, without a look.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class Geometry:
             sample = unit_rows(sample)
         center, energy = sample.mean(0), sample.square().sum(-1).mean()
         share = center.square().sum()
-        self.spread = energy
-        if bool(share > DOMINANT * energy) if centered is None else centered:
-            self.center, self.spread = center, energy - share
+        self.spread, is_dominant = energy, share > DOMINANT * energy
+        if bool(is_dominant) if centered is None else centered:
+            self.center = center.where(is_dominant, 0)
+            self.spread = energy - share.where(is_dominant, 0)
         else:
             self.mean = center
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harmonic_sft.ops import distance_cross_entropy, distance_cross_entropy_with_metrics
-from harmonic_sft.ops.geometry import GradientProducts
+from harmonic_sft.ops.geometry import Geometry, GradientProducts
 from tests.ops.baselines import harmonic_float64, harmonic_full_logits, regime
 from tests.ops.fused import KINDS, with_metrics_of
 
@@ -253,3 +253,19 @@ def test_frozen_prototypes_that_change_give_another_loss(unit_sphere):
         torch.testing.assert_close(loss, expected)
         prototypes.data.mul_(1.5)  # which no version counter sees
         prototypes[5] *= 1.5
+
+
+@pytest.mark.parametrize("kind", ["euclidean", "sphere"])
+@pytest.mark.parametrize("shift", [0.0, 2.0, 9.0])
+def test_without_a_look_a_mean_that_does_not_dominate_is_zero(kind, shift):
+    """As on a GPU, in float32."""
+    prototypes = torch.randn(300, 16, generator=torch.Generator().manual_seed(0)) + shift
+    looked, asked = (
+        Geometry(kind, prototypes, 1e-6, torch.float32, centered=one) for one in (None, True)
+    )
+    states = prototypes[:4] + 0.1
+    assert (looked.center is not None) == (shift == 9)
+    for one, other in zip(looked.direct(states), asked.direct(states), strict=True):
+        assert one is other is None or torch.equal(one, other)
+    assert torch.equal(looked.place(states), asked.place(states))
+    assert torch.equal(looked.spread, asked.spread)
