@@ -415,7 +415,8 @@ def _check_one_document(row: Mapping[str, Any], is_token: np.ndarray) -> None:
 
 def _check_token_types(row: Mapping[str, Any]) -> None:
     """Refuse a pair of texts that its token types tell apart: batches have no such column."""
-    if any(row.get("token_type_ids") or ()):
+    name = "token_type_ids"
+    if row.get(name) is not None and _integers(row, name, None).any():
         raise BadRow(
             "token_type_ids: expected 0 alone, got a pair of texts (your own data_collator gets "
             "rows as they are)"

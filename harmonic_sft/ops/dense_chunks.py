@@ -1,5 +1,6 @@
 """The chunk loop for a loss without a row-wise stage: dense logits of a few tokens at a time."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class _Chunks(torch.autograd.Function):
     ) -> Tensor:
         # The parameters themselves: the loss reaches them through the head.
         ctx.loss_fn, ctx.head, ctx.rows, ctx.parameters = loss_fn, head, rows, parameters
-        ctx.versions = [parameter._version for parameter in parameters]
+        ctx.versions = _versions(parameters)
         losses, gradients = _differentiate(ctx, hidden_states, labels, None)
         ctx.save_for_backward(hidden_states, labels, *gradients)
         return losses
@@ -85,7 +86,7 @@ class _Chunks(torch.autograd.Function):
             factors = factors_for(gradients, grad)
             scaled = [gradient * f for gradient, f in zip(gradients, factors, strict=True)]
         else:
-            if ctx.versions != [parameter._version for parameter in ctx.parameters]:
+            if ctx.versions != _versions(ctx.parameters):
                 raise RuntimeError(
                     "backward: expected the head's weights of the forward pass, got others, which "
                     "were changed in place since"
@@ -94,6 +95,11 @@ class _Chunks(torch.autograd.Function):
         remaining = iter(scaled)
         needs = ctx.needs_input_grad[4:]
         return (None,) * 4 + tuple(next(remaining) if need else None for need in needs)
+
+
+def _versions(parameters: Sequence[Tensor]) -> list[int]:
+    """Return how often each was changed in place; what was made in inference mode has no count."""
+    return [parameter._version for parameter in parameters if not parameter.is_inference()]
 
 
 def _differentiate(

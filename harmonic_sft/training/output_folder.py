@@ -115,7 +115,7 @@ def check_output_folder(run: RunConfig) -> None:
         raise ValueError(
             f"resume: expected the settings of the run in {str(folder)!r}, got other values for "
             f"{_with_values(old, different)}. Use the old ones{how}, or choose another "
-            f"training.output_dir"
+            "training.output_dir"
         )
 
 

@@ -113,6 +113,12 @@ def test_weights_that_were_changed_in_place_are_refused_not_wrong():
         (losses * torch.arange(7)).sum().backward()
 
 
+def test_a_head_of_inference_mode_has_a_loss():
+    with torch.inference_mode():
+        head, states, labels = problem()
+        torch.testing.assert_close(by_chunks(nll, head, states, labels), nll(head, states, labels))
+
+
 def test_other_than_one_label_for_each_row_is_refused():
     head, states, _ = problem()
     with pytest.raises(ValueError, match=r"^labels: expected 7, one for each row, got 2$"):
