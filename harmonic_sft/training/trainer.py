@@ -93,7 +93,8 @@ class HarmonicTrainer(ResumableTrainer):
         data_collator: Makes batches of the rows, which then go to it as they are. Default: text is
             tokenized and padded, or packed.
         train_dataset: A data set of the datasets library with a column of text, messages, prompt
-            and completion, a label, or `input_ids`; or any rows with `input_ids` and `labels`.
+            and completion, a label, or `input_ids`; or any rows with `input_ids` and `labels`, of
+            one length unless `data_collator` pads them.
         eval_dataset: The same, or a dictionary of several. None is split off `train_dataset`.
         processing_class: The tokenizer. Default: that of the model.
         compute_loss_func: Called with outputs, labels and `num_items_in_batch` in place of the
