@@ -219,6 +219,19 @@ def sets(tmp_path):
     return folder
 
 
+def test_losses_at_other_exponents_are_also_compared_at_the_best_ones(run_copy, tmp_path, caplog):
+    """Logits are proportional to the exponent: at the best one the two models are the same."""
+    caplog.set_level("INFO")
+    other = shutil.copytree(run_copy, tmp_path / "other")
+    head = json.loads((other / "config.json").read_text())["head"]
+    change_json(other / "config.json", head=head | {"h_exp": 5 * head["h_exp"]})
+    trained, best = evaluate_suite([run_copy, other], [CPU])["differences"]
+    assert (trained["metric"], best["metric"]) == ("loss", "post_hoc_loss")
+    assert abs(trained["mean"]) > 0.1
+    assert abs(best["mean"]) < 0.01
+    assert "Losses at different exponents cannot be compared" in caplog.text
+
+
 def test_the_suite_measures_what_is_there_and_names_what_is_not(run_copy, sets, tmp_path, capsys):
     html = tmp_path / "new" / "report.html"
     other = shutil.copytree(run_copy, tmp_path / "other")
