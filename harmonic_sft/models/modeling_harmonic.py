@@ -118,14 +118,12 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         hidden_size = base.backbone.config.hidden_size
         is_as_wide = table.shape[1] == hidden_size
         if not is_as_wide and (init == "input_embeddings" or base.head is None):
+            way = "Use init output_embeddings"
+            if base.head is None:
+                way = "It can only be a classifier"
             raise ValueError(
                 f"base {base.name}: expected input embeddings as wide as the hidden states "
-                f"({hidden_size}), got {table.shape[1]}. "
-                + (
-                    "It can only be a classifier"
-                    if base.head is None
-                    else "Use init output_embeddings"
-                )
+                f"({hidden_size}), got {table.shape[1]}. {way}"
             )
         if init == "input_embeddings":
             embeddings: Tensor | None = table

@@ -204,12 +204,12 @@ class GradientProducts:
             self.column_sums = prototype_gradient.new_zeros(len(prototype_gradient))
         self.untouched = True
 
-    def start_chunk(self, direct: Tensor, placed: Tensor) -> None:
-        """Begin a chunk, with its hidden states `[T, D]` as `Geometry` makes them."""
-        self.direct, self.placed = direct, placed
+    def start_chunk(self, direct: Tensor) -> None:
+        """Begin a chunk, with its hidden states `[T, D]` as `Geometry.direct` makes them."""
+        self.direct, self.placed = direct, self.geometry.place(direct)
         count = self.workers.count
-        self.row_sums = placed.new_zeros(count, len(placed), 1)
-        self.hidden_parts = [torch.zeros_like(placed) for _ in range(count * self.wants_hidden)]
+        self.row_sums = direct.new_zeros(count, len(direct), 1)
+        self.hidden_parts = [torch.zeros_like(direct) for _ in range(count * self.wants_hidden)]
 
     def add(self, worker: int, tile: slice, coefficients: Tensor) -> None:
         """Add the products of a tile's coefficients `[T, W]`, which are overwritten."""

@@ -137,8 +137,8 @@ class TorchTiles:
                 total += pulls
         if hidden_gradient is not None and total is not None:
             if chunk.inverse is not None:  # tangent to the sphere
-                units = chunk.direct
-                total.addcmul_(units, torch.linalg.vecdot(units, total).unsqueeze(1), value=-1)
+                radial = torch.linalg.vecdot(chunk.direct, total).unsqueeze(1)
+                total.addcmul_(chunk.direct, radial, value=-1)
                 total *= chunk.inverse
             hidden_gradient.copy_(total)
         self.products.end_chunk()
@@ -155,10 +155,9 @@ class TorchTiles:
         """
         class_sums = chunk.mass.new_empty(self.edges[-1].stop) if self.learns_bias else None
         linear = self.geometry.linear
-        self.products.start_chunk(chunk.direct, chunk.placed)
+        self.products.start_chunk(chunk.direct)
         if self.point_products is not None:
-            points = self.stage.label_points(chunk.tokens)
-            self.point_products.start_chunk(points, self.point_products.geometry.place(points))
+            self.point_products.start_chunk(self.stage.label_points(chunk.tokens))
 
         def multiply(worker: int, k: int) -> None:
             tile, kept = self.edges[k], self._kept(chunk, k)

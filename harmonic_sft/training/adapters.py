@@ -45,7 +45,7 @@ def as_peft_config(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | 
         raise ValueError(f"peft_config: expected a LoraConfig, got a {name}, which is not merged")
     given = {name: getattr(peft_config, name) for name in OPTIONS}
     if given["target_modules"] is None:
-        logger.info("peft_config: no target_modules, so LoRA goes to all linear layers.")
+        logger.warning("peft_config: no target_modules, so LoRA goes to all linear layers.")
     plain = LoraConfig(**given).to_dict()
     ignored = {"task_type", "base_model_name_or_path", "inference_mode", "revision"}
     if peft_config.modules_to_save == ["dist_head"]:  # which trains and is saved anyway

@@ -51,12 +51,12 @@ class CountingCollator:
         try:
             batch = self.collator(rows)
         except Exception as error:  # of a collator of the user's, which knows nothing of this
-            columns = [*rows[0]] if isinstance(rows[0], Mapping) else []
-            error.add_note(
-                f"The collator was given rows as they are, with the columns {columns}. Take out "
-                "what it cannot use, dataset.remove_columns([...]). Labels of many lengths are "
-                "padded by transformers' DataCollatorForTokenClassification"
-            )
+            if isinstance(rows, Sequence) and isinstance(rows[0], Mapping):
+                error.add_note(
+                    f"The collator was given rows as they are, with the columns {[*rows[0]]}. Take "
+                    "out what it cannot use, dataset.remove_columns([...]). Labels of many lengths "
+                    "are padded by transformers' DataCollatorForTokenClassification"
+                )
             raise
         return self.count(batch)
 

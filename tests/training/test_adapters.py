@@ -35,6 +35,7 @@ from harmonic_sft.models.backbones import blocks_without_graph, find_blocks
 from harmonic_sft.models.bases import base_of
 from harmonic_sft.training.adapters import (
     add_lora_,
+    as_peft_config,
     covering_modules,
     load_part_,
     lora_layers,
@@ -424,3 +425,8 @@ def test_peft_alone_adapts_all_linear_layers_of_the_body(name):
     wrapped = get_peft_model(model, LoraConfig(fan_in_fan_out=name == "gpt2"))
     adapted = [n for n, m in wrapped.named_modules() if isinstance(m, LoraLinear)]
     assert [n.removeprefix("base_model.model.") for n in adapted] == expected  # not the head
+
+
+def test_a_lora_of_peft_without_targets_is_said_to_be_on_all_linear_layers(caplog):
+    assert as_peft_config(LoraConfig(r=2)).target_modules == "all-linear"
+    assert "LoRA goes to all linear layers" in caplog.text

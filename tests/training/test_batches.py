@@ -161,4 +161,6 @@ def test_an_error_of_a_users_collator_names_the_columns_it_was_given():
     collator = CountingCollator(collator=collate, num_classes=5, causal=False)
     with pytest.raises(ValueError, match="Unable to create tensor") as caught:
         collator([{"text": "a", "input_ids": [1]}])
+    with pytest.raises(ValueError, match="Unable to create tensor"):
+        collator({"text": "a"})  # a row alone
     assert "with the columns ['text', 'input_ids']. Take out" in caught.value.__notes__[0]
