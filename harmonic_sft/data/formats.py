@@ -4,7 +4,7 @@ import itertools
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -207,6 +207,8 @@ class Reader:
         return Draft(self._write(conversation), "\n".join(bodies), "\n".join(answers))
 
     def _tokens(self, row: Mapping[str, Any]) -> Draft:
+        if isinstance(given := row.get("input_ids"), Sized) and not len(given):
+            raise BadRow(BLANK)
         input_ids = _integers(row, "input_ids", None)
         if input_ids.min() < 0 or input_ids.max() >= len(self.tokenizer):
             largest = max(self.tokenizer.get_vocab().values())  # beyond the length if it has gaps
@@ -464,7 +466,7 @@ def _unwrapped(input_ids: np.ndarray, scored: np.ndarray | None, special: Specia
     if input_ids[end:].tolist() != special.suffix:
         end = len(input_ids)
     if end <= start:
-        raise BadRow("input_ids: expected more than the special tokens of a row, got nothing else")
+        raise BadRow(BLANK)
     if scored is None:
         scored = np.ones(len(input_ids), dtype=bool)
     if not scored.any():

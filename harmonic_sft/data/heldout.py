@@ -182,6 +182,7 @@ def record(
     held_out: HeldOut,
     *,
     sources: Sequence[Mapping[str, Any]],
+    eval_source: Mapping[str, Any] | None,
     base: str | None,
     trained: np.ndarray | None,
 ) -> None:
@@ -191,6 +192,7 @@ def record(
         folder: The run's.
         held_out: Documents that it does not train on.
         sources: Where its documents come from, as in `data.sources`.
+        eval_source: Where those come from that it is evaluated on, None for the same.
         base: `model.base`, None for random weights.
         trained: `short_hashes` of the training documents, None for a stream.
     """
@@ -198,10 +200,8 @@ def record(
     payload = {
         "digest": held_out.digest,
         "fingerprints": list(held_out.fingerprints),
-        "sources": [
-            _identity(source) | {"is_local": os.path.exists(os.path.expanduser(source["path"]))}
-            for source in sources
-        ],
+        "sources": [_recorded(source) for source in sources],
+        "eval_source": None if eval_source is None else _recorded(eval_source),
         "base": base,
         "base_digest": base_digest,
     }
@@ -268,6 +268,11 @@ def _judge(
     return Ancestor(model, "unknown")
 
 
+def _recorded(source: Mapping[str, Any]) -> dict[str, Any]:
+    is_local = os.path.exists(os.path.expanduser(source["path"]))
+    return {**_identity(source), "is_local": is_local}
+
+
 def _identity(source: Mapping[str, Any]) -> dict[str, Any]:
     return {key: without_secrets(source.get(key)) for key in SAME_SOURCE}
 
@@ -275,7 +280,8 @@ def _identity(source: Mapping[str, Any]) -> dict[str, Any]:
 def run_home(folder: str | Path) -> Path:
     """Return the folder of the run that a folder, perhaps a checkpoint, belongs to."""
     folder = Path(os.path.expanduser(folder))
-    return folder.parent if folder.name.startswith("checkpoint-") else folder
+    is_checkpoint = folder.name.startswith("checkpoint-") and not (folder / "run.yaml").is_file()
+    return folder.parent if is_checkpoint else folder
 
 
 def _read(folder: Path) -> dict[str, Any] | None:

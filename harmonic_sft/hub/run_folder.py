@@ -67,9 +67,13 @@ class Destination:
 def _read_run(home: Path) -> dict[str, Any]:
     """Read `run.yaml`, with `./` before relative paths of local data, unlike names on the Hub."""
     run, held_out = read_yaml(home / "run.yaml"), home / "results" / f"{LIST}.json"
-    known = read_results(held_out).get("sources", []) if held_out.is_file() else []
-    for source, saved in zip((run.get("data") or {}).get("sources", []), known, strict=False):
-        if saved.get("is_local") and not Path(source["path"]).is_absolute():
+    known = read_results(held_out) if held_out.is_file() else {}
+    data = run.get("data") or {}
+    pairs = [*zip(data.get("sources", []), known.get("sources", []), strict=False)]
+    pairs.append(((data.get("eval") or {}).get("source"), known.get("eval_source")))
+    for source, saved in pairs:
+        is_local = source is not None and (saved or {}).get("is_local")
+        if is_local and not Path(source["path"]).is_absolute():
             source["path"] = f"./{source['path']}"
     return run
 

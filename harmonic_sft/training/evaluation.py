@@ -23,7 +23,7 @@ from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig, Source
 from harmonic_sft.data.batches import MaskedRows, collate_padding_free
 from harmonic_sft.data.files import file_kind
-from harmonic_sft.data.heldout import Ancestor, lineage, seen_by
+from harmonic_sft.data.heldout import Ancestor, lineage, run_home, seen_by
 from harmonic_sft.data.loading import LoadedData, load_data
 from harmonic_sft.data.row_maker import document_names
 from harmonic_sft.data.sections import check_label_settings
@@ -107,11 +107,11 @@ def evaluate_folder(
         "data": opened.data_results(),
         "environment": environment(),
     }
-    show_metrics(str(folder), results, task=opened.task)  # first: the folder may be read-only
+    show_metrics(str(folder), results, task=opened.task)
     log_left_out(opened.data)
     if per_document is not None:
         _write_documents(per_document, opened, scores, documents)
-    write_results(folder / "results", "eval", results)
+    _keep(folder, "eval", results)
     return results
 
 
@@ -192,7 +192,7 @@ def evaluate_suite(
     if html is not None:
         write_whole(html, report_page(payload))
         logger.info("Report: %s", html)
-    write_results(folders[0] / "results", "suite", payload)
+    _keep(folders[0], "suite", payload)
     return payload
 
 
@@ -301,7 +301,7 @@ class Opened:
         name = saved["model"]["base"] if saved else self.model.config.base_model
         if name is None:
             return None
-        local = {"local_files_only": True}
+        local = {"local_files_only": True, "revision": self.model.config.base_revision}
         try:
             path = locate_base(name)
             config = AutoConfig.from_pretrained(path, trust_remote_code=False, **local)
@@ -341,6 +341,14 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         batch_size=training["per_device_eval_batch_size"],
         ancestors=ancestors,
     )
+
+
+def _keep(folder: Path, name: str, results: dict[str, Any]) -> None:
+    """Write results into the folder of a model, unless it is somebody else's."""
+    if os.access(folder, os.W_OK):
+        write_results(folder / "results", name, results)
+    else:
+        logger.warning("%s may not be written: its %s.json is left out.", folder, name)
 
 
 def _gives_sources(keys: Collection[str]) -> bool:
@@ -492,8 +500,9 @@ def _tokenizer(folder: Path) -> Any:
 
 
 def _run_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of the run in a folder, empty if there is no run."""
-    return read_run(folder) if (folder / RUN_FILE).is_file() else {}
+    """Return the settings of the run that a folder belongs to, empty if there is none."""
+    home = run_home(folder)
+    return read_run(home) if (home / RUN_FILE).is_file() else {}
 
 
 def _settings(

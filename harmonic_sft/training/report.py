@@ -51,7 +51,7 @@ COMPARED = {  # metrics whose differences are shown: title, factor and digits
     "post_hoc_loss": ("best loss, nats", 1, 3),
     "accuracy": ("accuracy, %", 100, 2),
     "post_hoc_ece": ("best ECE, %", 100, 2),
-    "post_hoc_brier": ("best Brier score", 1, 3),
+    "post_hoc_brier": ("best Brier score", 1, 5),
 }
 DIFFERENCE_COLUMNS = ["run", "metric", "difference", "seeds", "p (Holm)", "verdict"]
 MIN_SEEDS = 5  # with fewer a difference is undecided

@@ -188,10 +188,12 @@ def _measure_before(
     state = PartialState()
     state.wait_for_everyone()
     if state.is_main_process:
+        data_section = to_plain(run.data)
         record(
             run.output_dir,
             data.held_out,
-            sources=to_plain(run.data)["sources"],
+            sources=data_section["sources"],
+            eval_source=data_section["eval"]["source"],
             base=_base(run),
             trained=data.trained,
         )

@@ -393,12 +393,13 @@ def test_labels_and_the_mask_of_loss_on_are_joined(tokenizer):
     ("row", "loss_on", "reason"),
     [
         ({}, "all", "input_ids: expected a column of that name, got []"),
-        ({"input_ids": []}, "all", "input_ids: expected a list of integers, got list []"),
+        ({"input_ids": []}, "all", "expected text, got a blank one"),
+        ({"input_ids": np.array([])}, "all", "expected text, got a blank one"),
         ({"input_ids": [1.5]}, "all", "input_ids: expected a list of integers, got list [1.5]"),
         ({"input_ids": "a"}, "all", "input_ids: expected a list of integers, got str 'a'"),
         ({"input_ids": [10, 9999]}, "all", "input_ids: expected ids from 0 to 258, got 9999"),
         ({"input_ids": [-1]}, "all", "input_ids: expected ids from 0 to 258, got -1"),
-        ({"input_ids": [2, 3]}, "all", "input_ids: expected more than the special tokens of a row"),
+        ({"input_ids": [2, 3]}, "all", "expected text, got a blank one"),
         (
             {"input_ids": [10, 11], "labels": [10]},
             "all",
@@ -449,7 +450,7 @@ def test_padding_of_rows_of_tokens_is_left_out(tokenizer, left):
     row["labels"] = padded([-100, -100, 11, -100], -100)
     assert one(row, "tokens", tokenizer) == of_tokens([10, 11], [False, True], begins=True)
     row["attention_mask"] = [0] * 7
-    assert "more than the special tokens" in one(row, "tokens", tokenizer)
+    assert "got a blank one" in one(row, "tokens", tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from harmonic_sft.data.heldout import (
     lineage,
     ngram_hashes,
     record,
+    run_home,
     seen_by,
     short_hashes,
     word_hashes,
@@ -102,13 +103,22 @@ def test_digest_does_not_depend_on_the_order():
 def run(folder, held_out, trained=None, *, source=HERE, base=None):
     """Record a run that holds out some texts and trains on others."""
     names = None if trained is None else short_hashes([fingerprint(text) for text in trained])
-    record(folder, of_texts(held_out), sources=[source], base=base, trained=names)
+    record(folder, of_texts(held_out), sources=[source], eval_source=None, base=base, trained=names)
     return str(folder)
 
 
 def judged(model, texts, source=HERE):
     found = lineage(model, [fingerprint(text) for text in texts], [source])
     return [(ancestor.verdict, ancestor.documents_seen) for ancestor in found]
+
+
+def test_a_run_may_be_named_like_a_checkpoint(tmp_path):
+    named = tmp_path / "checkpoint-mine"
+    inside = named / "checkpoint-6"
+    inside.mkdir(parents=True)
+    assert run_home(named) == tmp_path
+    (named / "run.yaml").touch()
+    assert run_home(named) == run_home(inside) == named
 
 
 def test_a_stream_does_not_keep_what_a_table_left_in_its_folder(tmp_path):

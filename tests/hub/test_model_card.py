@@ -280,6 +280,14 @@ def test_a_missing_or_empty_part_of_the_results_leaves_no_trace(key):
         assert ("before training" in names) == (key not in ("before", "everything"))
 
 
+def test_the_documents_are_those_that_were_scored():
+    results = make_results()
+    results["final"] |= {"tokens": 55.0, "documents": 19}
+    assert "out of training, 55 of them in 19 documents:" in make_card(results=results)
+    del results["final"]["documents"]  # of an older version
+    assert "out of training, 55 of them:" in make_card(results=results)
+
+
 def test_the_note_on_the_metrics_is_no_row_of_the_table():
     html = MarkdownIt("commonmark").enable("table").render(body(make_card(results=make_results())))
     assert "<p>ECE is the expected calibration error" in html

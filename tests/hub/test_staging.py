@@ -180,6 +180,18 @@ def test_a_folder_named_like_a_data_set_stays_a_folder_elsewhere(staged, run_cop
     assert "local files, `corpus`" in cards[1]
 
 
+def test_a_local_evaluation_set_stays_one_elsewhere(staged, run_copy):
+    run, held_out = run_copy / "run.yaml", run_copy / "results" / "held_out.json"
+    settings, saved = yaml.safe_load(run.read_text()), json.loads(held_out.read_text())
+    assert saved["eval_source"] is None
+    settings["data"]["eval"]["source"] = {"path": "data/corpus"}
+    run.write_text(yaml.safe_dump(settings))
+    held_out.write_text(json.dumps(saved | {"eval_source": {"is_local": True}}))
+    card = (staged(folder=run_copy) / "README.md").read_text()
+    assert "data/corpus" not in card
+    assert "- Evaluated on: local files, `corpus`" in card
+
+
 @pytest.mark.parametrize("secret", ["token", "run"])
 def test_a_secret_stops_the_push(staged, run_copy, monkeypatch, secret):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_this_test")

@@ -2,12 +2,15 @@
 
 import csv
 import json
+import os
 import re
 import shutil
+from pathlib import Path
 
 import datasets
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from harmonic_sft.data.batches import MaskedRows
 from harmonic_sft.data.masking import ClassLabels
@@ -104,6 +107,34 @@ def test_other_data_have_the_column_and_the_format_of_the_run(run_copy, other, t
         evaluate_folder(run_copy, [f"data={rows}", CPU])
 
 
+def test_a_checkpoint_is_evaluated_as_its_run(run_copy, other):
+    run = read_run(run_copy)
+    write_run(run_copy / "run.yaml", run, {"data": {"mask": {"probability": 0.5}}})
+    for words in ([CPU], [f"data={other}", CPU]):
+        of_run, of_checkpoint = (
+            evaluate_folder(folder, words)["final"]
+            for folder in (run_copy, run_copy / "checkpoint-6")
+        )
+        assert of_checkpoint["loss"] == of_run["loss"]
+        assert of_checkpoint["tokens"] == of_run["tokens"]
+
+
+def test_the_base_of_the_suite_is_the_commit_that_was_trained_on(
+    run_copy, tiny_base, cache_repo, tmp_path
+):
+    newer = shutil.copytree(tiny_base, tmp_path / "newer")
+    weights = load_file(newer / "model.safetensors")
+    save_file({k: 2 * w for k, w in weights.items()}, newer / "model.safetensors", {"format": "pt"})
+    cache_repo("alice/base", newer)  # what `main` is now
+    cache = Path(os.environ["HF_HUB_CACHE"], "models--alice--base", "snapshots")
+    shutil.copytree(tiny_base, cache / ("a" * 40))
+    change_json(run_copy / "config.json", base_revision="a" * 40)
+    write_run(run_copy / "run.yaml", read_run(run_copy), {"model": {"base": "alice/base"}})
+    base = evaluation._open(run_copy, [CPU]).base()
+    expected = HarmonicForMaskedLM.from_base(str(tiny_base)).model.backbone.state_dict()
+    assert all(torch.equal(w, expected[k]) for k, w in base.state_dict().items())
+
+
 def test_losses_of_documents_are_those_of_the_model(run_copy, tmp_path):
     """Recomputed from the published model alone, on rows of tokens that predict everything."""
     rows = [[2, 7, 9, 11, 3], [2, 8, 10, 3]]
@@ -156,6 +187,15 @@ def test_figures_are_shown_also_where_they_cannot_be_written(
     printed = capsys.readouterr()
     assert shown in printed.out
     assert printed.err.endswith("error: Read-only file system\n")
+
+
+@pytest.mark.parametrize("words", [[], ["--suite", "quick"]])
+def test_a_model_of_somebody_else_keeps_no_results(run_copy, monkeypatch, caplog, words):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != run_copy)
+    assert main(["eval", str(run_copy), CPU, *words]) == 0
+    name = "suite" if words else "eval"
+    assert f"{run_copy} may not be written: its {name}.json is left out" in caplog.text
+    assert not (run_copy / "results" / f"{name}.json").exists()
 
 
 def test_a_download_needs_only_the_path_of_data(run_copy, other):
