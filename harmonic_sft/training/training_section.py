@@ -137,6 +137,12 @@ def checked_training(
             f"training.optim: expected another one, got {optim!r}, whose averages of the "
             "prototypes are not of norm 1"
         )
+    pairs = training.get("optim_args")
+    if pairs and any(pair.count("=") != 1 for pair in pairs.split(",")):
+        raise ValueError(
+            "training.optim_args: expected NAME=VALUE,NAME=VALUE without commas in a value, got "
+            f"{pairs!r}. The betas have keys: training.adam_beta1 and training.adam_beta2"
+        )
     is_adamw = optim in ("adamw_torch", "adamw_torch_fused")
     if has_bfloat16 and not is_adamw:
         raise ValueError(

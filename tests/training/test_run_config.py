@@ -291,6 +291,10 @@ REFUSED = [
     ([f"data.eval.seed={10**30}"], "data.eval.seed: expected a number below 9223372036854775808"),
     (["training.seed=-1"], "training.seed: expected 0 to 4294967295, got -1"),
     (["training.max_steps=0"], "training.max_steps: expected a number above 0, or -1"),
+    (
+        ['training.optim_args="betas=(0.1,0.2)"'],
+        r"training.optim_args: expected NAME=VALUE.*'betas=\(0.1,0.2\)'. The betas have keys",
+    ),
     (["training.max_grad_norm=-1"], "training.max_grad_norm: expected 0 or more, got -1"),
     *(
         (
