@@ -279,7 +279,7 @@ def copy_head_(head: Head, base: Base) -> None:
     if kinds[0] != kinds[1] or weights.keys() != head.state_dict().keys():
         raise ValueError(
             f"init base_head: expected base {base.name} to have a head like {expected}, "
-            f"got {own or 'none'}" + (". Write that in the section head" if own else "")
+            f"got {own or 'none'}" + (f". Write head: {own}" if own else "")
         )
     head.load_state_dict(weights)
 

@@ -24,7 +24,7 @@ from .backbones import CACHE, take_cache, trains
 from .bases import Base, load_base
 from .configuration_harmonic import HarmonicConfig
 from .head import at_least_float32
-from .heads import TransformHead, behind_transform
+from .heads import MultiHead, TransformHead, behind_transform
 from .modeling_backbone import HarmonicHeadModel
 from .objective import IGNORE_INDEX
 
@@ -579,7 +579,20 @@ class HarmonicForTokenClassification(HarmonicClassifier):
 
 
 class HarmonicForQuestionAnswering(HarmonicClassifier):
-    """A backbone with a head that predicts where an answer starts and ends."""
+    """A backbone with a head that predicts where an answer starts and ends.
+
+    Raises:
+        ValueError: The head is a mixture, whose logits are compared within a position alone.
+    """
+
+    def __init__(self, config: HarmonicConfig):
+        super().__init__(config)
+        if any(isinstance(part, MultiHead) for part in self.dist_head.modules()):
+            raise ValueError(
+                "head: expected one whose logits can be compared between the positions of a text, "
+                "got a multi_head, whose probabilities of start and end add up to 1 at each. Take "
+                "a linear, cosine or dist head"
+            )
 
     @staticmethod
     def num_classes(config: HarmonicConfig) -> int:

@@ -71,7 +71,7 @@ class _Chunks(torch.autograd.Function):
     ) -> Tensor:
         # The parameters themselves: the loss reaches them through the head.
         ctx.loss_fn, ctx.head, ctx.rows, ctx.parameters = loss_fn, head, rows, parameters
-        ctx.versions = _versions(parameters)
+        ctx.state = _state(head, parameters)
         losses, gradients = _differentiate(ctx, hidden_states, labels, None)
         ctx.save_for_backward(hidden_states, labels, *gradients)
         return losses
@@ -86,10 +86,10 @@ class _Chunks(torch.autograd.Function):
             factors = factors_for(gradients, grad)
             scaled = [gradient * f for gradient, f in zip(gradients, factors, strict=True)]
         else:
-            if ctx.versions != _versions(ctx.parameters):
+            if ctx.state != _state(ctx.head, ctx.parameters):
                 raise RuntimeError(
-                    "backward: expected the head's weights of the forward pass, got others, which "
-                    "were changed in place since"
+                    "backward: expected the head's weights and h_exp of the forward pass, got "
+                    "others, which were changed in place since"
                 )
             scaled = _differentiate(ctx, hidden_states, labels, grad)[1]
         remaining = iter(scaled)
@@ -97,9 +97,14 @@ class _Chunks(torch.autograd.Function):
         return (None,) * 4 + tuple(next(remaining) if need else None for need in needs)
 
 
-def _versions(parameters: Sequence[Tensor]) -> list[int]:
-    """Return how often each was changed in place; what was made in inference mode has no count."""
-    return [parameter._version for parameter in parameters if not parameter.is_inference()]
+def _state(head: Head, parameters: Sequence[Tensor]) -> list[float | None]:
+    """Return the exponents, and how often each parameter was changed in place.
+
+    What was made in inference mode has no such count. `Head.h_exp` would read a learned exponent
+    from its device.
+    """
+    versions = [parameter._version for parameter in parameters if not parameter.is_inference()]
+    return [vars(part).get("_h_exp") for part in head.modules()] + versions
 
 
 def _differentiate(

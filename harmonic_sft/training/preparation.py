@@ -507,14 +507,16 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
     totals = torch.zeros(shape, dtype=torch.float64, device="cpu")  # [V, D]
     counts = totals.new_zeros(len(totals))  # [V]
     for batch in batches:
-        states, labels = (part.cpu() for part in labelled_states(model, batch))  # [N, D], [N]
+        states, labels = labelled_states(model, batch)  # [N, D], [N]
         weights = batch.get("label_weights", torch.ones_like(batch["labels"]))
         weights = weights[batch["labels"] != IGNORE_INDEX].cpu().double()  # [N]
         weights = weights.clamp_min(1e-12)  # rows of weight 0 count in a class without others
-        if isinstance(head, MappedHead):  # which compares what it makes of them
-            states = head.mapped(states.to(head.weight.device)).cpu()
-        features = states.double()
+        part, states = head, states.to(head.weight.device)
+        while isinstance(part, MappedHead):  # which compares what it makes of them
+            part, states = part.inner, part.mapped(states)
+        features = states.cpu().double()
         features = normalize(features, dim=-1) if on_sphere else features
+        labels = labels.cpu()
         totals.index_add_(0, labels, features * weights.unsqueeze(-1))
         counts.index_add_(0, labels, weights)
     empty = (counts == 0).nonzero().flatten().tolist()

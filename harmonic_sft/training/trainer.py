@@ -435,11 +435,11 @@ class HarmonicTrainer(ResumableTrainer):
         head = self.model.dist_head
         table = {name for name, weight in model.named_parameters() if weight is head.weight}
         decays = any(isinstance(part, LinearHead) for part in head.modules())
-        dense = "dist_head.dense_weight"  # of a transform
+        dense = ".dense_weight"  # of a transform
         return [
             n
             for n in names
-            if (decays if n in table else n == dense or not n.startswith("dist_head."))
+            if (decays if n in table else n.endswith(dense) or not n.startswith("dist_head."))
         ]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -143,6 +143,12 @@ def test_the_trainer_of_transformers_keeps_token_types(base, tmp_path):
         assert not torch.equal(by_embeddings, model(ids).logits)
 
 
+def test_a_mixture_finds_no_answers(base):
+    mixture = {"name": "rotation", "inner": {"name": "multi_head", "num_heads": 2}}
+    with pytest.raises(ValueError, match=r"^head: expected one whose logits can be .* multi_head"):
+        HarmonicForQuestionAnswering.from_base(base, labels=["start", "end"], head=mixture)
+
+
 @pytest.mark.parametrize("outside", [-100, -1, 6, 99])
 def test_answers_outside_of_a_row_are_not_scored(base, outside):
     model = HarmonicForQuestionAnswering.from_base(base, labels=["start", "end"])

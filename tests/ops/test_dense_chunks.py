@@ -4,7 +4,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from harmonic_sft.models import LinearHead
+from harmonic_sft.models import LinearHead, build_head
 from harmonic_sft.ops.dense_chunks import by_chunks
 from harmonic_sft.training.memory import LiveBytes
 from tests.ops.fused import assert_same
@@ -109,7 +109,18 @@ def test_weights_that_were_changed_in_place_are_refused_not_wrong():
     losses = by_chunks(nll, head, states, labels)
     with torch.no_grad():
         head.weight.mul_(3)
-    with pytest.raises(RuntimeError, match="expected the head's weights of the forward pass"):
+    with pytest.raises(RuntimeError, match="expected the head's weights and h_exp of the for"):
+        (losses * torch.arange(7)).sum().backward()
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_an_exponent_that_was_changed_is_refused_not_wrong(learned):
+    inner = {"name": "dist", "h_exp": -12.0, "learn_h_exp": learned}
+    head = build_head({"name": "rotation", "inner": inner}, hidden_size=4, vocab_size=9)
+    states, labels = torch.randn(7, 4, requires_grad=True), torch.arange(7)
+    losses = by_chunks(nll, head, states, labels)
+    head.inner.h_exp = -3.0
+    with pytest.raises(RuntimeError, match="expected the head's weights and h_exp of the forward"):
         (losses * torch.arange(7)).sum().backward()
 
 

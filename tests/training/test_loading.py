@@ -72,15 +72,18 @@ def test_class_means_of_a_rotated_sphere_are_those_of_the_sphere(tiny_base):
     torch.testing.assert_close(*(class_means(model, make_batches("B")) for model in models))
 
 
-def test_class_means_are_of_what_the_prototypes_are_compared_with(tiny_base):
+@pytest.mark.parametrize("rotated", [False, True])
+def test_class_means_are_of_what_the_prototypes_are_compared_with(tiny_base, rotated):
     head = {"name": "transform", "inner": {"name": "linear"}}
+    head = {"name": "rotation", "inner": head} if rotated else head
     model = HarmonicForSequenceClassification.from_base(str(tiny_base), labels=LABELS, head=head)
     [batch, *_] = make_batches("B")
     batch["labels"] = torch.arange(len(batch["labels"])) % len(LABELS)
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     with torch.no_grad():
         states = model.select(model.model(**inputs).last_hidden_state, batch["attention_mask"])
-        seen = model.dist_head.mapped(states.flatten(0, 1))
+        transform = model.dist_head.inner if rotated else model.dist_head  # R is I at the start
+        seen = transform.mapped(states.flatten(0, 1))
     labels = batch["labels"]
     expected = torch.stack([seen[labels == label].mean(0) for label in range(len(LABELS))])
     torch.testing.assert_close(class_means(model, [batch]), expected)

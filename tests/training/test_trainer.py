@@ -295,6 +295,10 @@ DECAYED = {  # heads, and which of their weights decay
     "tied": ({"name": "dist", "tie": True}, []),
     "dist": ({"name": "dist"}, []),
     "dense": ({"name": "transform", "inner": {"name": "dist"}}, ["dense_weight"]),
+    "nested": (
+        {"name": "rotation", "inner": {"name": "transform", "inner": {"name": "dist"}}},
+        ["inner.dense_weight"],
+    ),
     "linear": ({"name": "linear"}, ["weight"]),
     "heads": ({"name": "multi_head", "inner": {"name": "linear"}}, ["inner.weight"]),
     "rotated": ({"name": "rotation", "inner": {"name": "linear"}}, ["inner.weight"]),
