@@ -281,6 +281,9 @@ class HarmonicTrainer(ResumableTrainer):
         """Load the model as the arguments of a trial say."""
         self._hp_search_setup(trial)  # transformers calls it after this
         self.run_config = config = self._preparation.configure_trial()
+        # Read once by transformers, or not again after the last trial.
+        self._train_batch_size = self.args.train_batch_size
+        self.neftune_noise_alpha = self.args.neftune_noise_alpha
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
         model = self._preparation.build(self.train_dataset)[0]
         self._low_precision, self._frozen = low_precision_weights(model), None
@@ -628,7 +631,7 @@ class HarmonicTrainer(ResumableTrainer):
             ValueError: Bad input; nothing was sent.
             PushError: The Hub did not take it; the saved model is complete.
         """
-        hub = self.run_config.hub
+        hub = self._preparation.configure().hub  # of the arguments as they are now
         if hub.repo_id is None:
             raise ValueError("hub_model_id: expected owner/name, got nothing")
         if not blocking or token is not None:

@@ -759,6 +759,35 @@ def test_every_trial_of_a_search_has_its_own_settings(texts, arguments, make):
         search("lr", [1e-3])
 
 
+def test_the_batch_size_after_a_search_is_that_of_the_arguments(texts, arguments, make):
+    trainer = make(arguments("a", max_steps=2), eval_dataset=texts.select(range(10)))
+    name, values = "per_device_train_batch_size", [8, 2]
+    trainer.hyperparameter_search(
+        hp_space=lambda trial: {name: trial.suggest_categorical(name, values)},
+        n_trials=2,
+        backend="optuna",
+        sampler=optuna.samplers.GridSampler({name: values}, seed=0),
+    )
+    for size in values:
+        trainer.args.per_device_train_batch_size = size
+        trainer.args.output_dir = f"{trainer.args.output_dir}/{size}"
+        trainer.train()
+        fresh = make(arguments(f"fresh{size}", max_steps=2, **{name: size}))
+        fresh.train()
+        tokens = [one.state.num_input_tokens_seen for one in (trainer, fresh)]
+        assert tokens[0] == tokens[1] > 0
+
+
+def test_a_search_may_set_the_noise_of_embeddings(texts, arguments, make):
+    def objective(alpha):
+        options = {"max_steps": 3, "unfreeze": ["*"], "learning_rate": 1e-2}
+        trainer = make(arguments(str(alpha), **options), eval_dataset=texts.select(range(10)))
+        space = {"neftune_noise_alpha": alpha}
+        return trainer.hyperparameter_search(lambda trial: space, n_trials=1).objective
+
+    assert objective(50.0) != objective(None)
+
+
 def test_a_trial_may_set_the_patience(texts, arguments, make):
     steps = []
 

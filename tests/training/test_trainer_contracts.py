@@ -275,8 +275,13 @@ def test_what_scripts_say_for_a_card_is_named_and_a_token_refused(
         assert trainer.push_to_hub("First", dataset_name="mine", finetuned_from="x") == "address"
     assert "without ['dataset_name', 'finetuned_from']" in caplog.text
     trainer.push_to_hub(private=True)
+    trainer.args.hub_model_id, trainer.args.hub_private_repo = "me/second", True
+    trainer.args.hub_form = "head"
+    trainer.push_to_hub()
     assert (pushed[0].message, pushed[0].private) == ("First", False)
     assert pushed[1].private
+    third = pushed[2]
+    assert (third.repo_id, third.private, third.form) == ("me/second", True, "head")
     with pytest.raises(ValueError, match="expected neither blocking=False nor a token") as error:
         trainer.push_to_hub(token="hf_secret")
     assert "hf_secret" not in str(error.value)
