@@ -72,8 +72,7 @@ def _read_run(home: Path) -> dict[str, Any]:
     pairs = [*zip(data.get("sources", []), known.get("sources", []), strict=False)]
     pairs.append(((data.get("eval") or {}).get("source"), known.get("eval_source")))
     for source, saved in pairs:
-        is_local = source is not None and (saved or {}).get("is_local")
-        if is_local and not Path(source["path"]).is_absolute():
+        if source and saved and saved.get("is_local") and not Path(source["path"]).is_absolute():
             source["path"] = f"./{source['path']}"
     return run
 

@@ -193,6 +193,6 @@ def take_out_repeated_(
     batch["num_tokens"] = counted["num_tokens"]
     if "label_positions" in counted:
         batch["label_positions"] = counted["label_positions"].to(batch["labels"].device)
-    else:  # regression targets, which have no value that is ignored
+    else:  # regression targets
         ones = torch.ones_like(batch["labels"], dtype=torch.float32)
         batch.setdefault("label_weights", ones)[num_left:] = 0
