@@ -259,7 +259,8 @@ def _neobert(options: argparse.Namespace) -> None:
     _show_masked(options, name, store, rates)
     page = options.output / f"{options.prefix}{name}.html"
     models = [neobert.run_folder(folder, arm, rate, 0) for arm, rate in rates["linear"].items()]
-    if not page.is_file() and all((model / "config.json").is_file() for model in models):
+    is_there = bool(models) and all((model / "config.json").is_file() for model in models)
+    if is_there and not page.is_file():
         size = "quick" if options.quick else "full"
         evaluate_suite(models, size=size, sets=options.data, html=page)
 

@@ -1,5 +1,6 @@
 """Parts 3 and 4: a tiny language model under several heads and schedules of h_exp."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -219,12 +220,12 @@ def run_arms(
 
     A rate is the best on the first half of the held-out rows, with a seed of its own.
     """
-    train, held_out = read_rows(folder)
+    rows = functools.cache(lambda: read_rows(folder))
     rates: dict[str, float] = {}
 
     def kept(arm: str, rate: float, seed: int) -> dict[str, Any] | None:
         key = {"arm": arm, "rate": rate, "seed": seed}
-        return store.get(lambda: run_once(arm, rate, seed, train, held_out, num_steps), **key)
+        return store.get(lambda: run_once(arm, rate, seed, *rows(), num_steps), **key)
 
     for arm in arms:
         owner = ARMS[arm].rate_of or arm
