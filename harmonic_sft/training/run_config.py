@@ -542,16 +542,22 @@ def _checked_schedule(run: RunConfig) -> ScheduleConfig | None:
     """Return the phases of the learning rate; None if it follows a schedule of transformers."""
     name = str(run.training.get("lr_scheduler_type", "warmup_stable_decay"))
     options = run.training.get("lr_scheduler_kwargs") or {}
-    is_stable = name == "warmup_stable_decay"
-    if is_stable and options and "num_decay_steps" not in options:
-        raise ValueError(
-            "training.lr_scheduler_kwargs: expected num_decay_steps for warmup_stable_decay, got "
-            f"{list(options)}. For another schedule set training.lr_scheduler_type"
-        )
-    is_theirs = not is_stable or bool(options)
-    if is_theirs and run.schedule is not None:
+    if name == "warmup_stable_decay" and not options:
+        return run.schedule or ScheduleConfig()
+    if run.schedule is not None:
         raise ValueError(
             "schedule: expected nothing beside training.lr_scheduler_type, which decides, got a "
             "section. Leave one of them out"
         )
-    return None if is_theirs else run.schedule or ScheduleConfig()
+    import torch
+    from transformers import get_scheduler
+
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=run.training["learning_rate"])
+    try:
+        get_scheduler(name, optimizer, 1, 10, options)  # transformers makes it after evaluations
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"training.lr_scheduler_kwargs: expected the options of {name}, got {options}: {error}"
+        ) from error
+    return None

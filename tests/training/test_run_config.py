@@ -285,8 +285,12 @@ REFUSED = [
     (["training.hub_revision=dev"], r"hub_revision: .* write hub: \{revision: a branch\}"),
     (["training.lr_scheduler_type=liner"], r"lr_scheduler_type: .* Did you mean 'linear'\?"),
     (
-        ["training.lr_scheduler_kwargs={num_cycles: 3}"],
-        "lr_scheduler_kwargs: expected num_decay_steps for warmup_stable_decay, got",
+        ["schedule=null", "training.lr_scheduler_kwargs={num_cycles: 3}"],
+        r"lr_scheduler_kwargs: expected the options of warmup_stable_decay.* 'num_decay_steps'",
+    ),
+    (
+        ["schedule=null", "training.lr_scheduler_type=cosine_with_min_lr"],
+        r"lr_scheduler_kwargs: expected the options of cosine_with_min_lr.* min_lr_rate should",
     ),
     ([f"data.eval.seed={10**30}"], "data.eval.seed: expected a number below 9223372036854775808"),
     (["training.seed=-1"], "training.seed: expected 0 to 4294967295, got -1"),
