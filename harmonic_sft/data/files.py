@@ -79,25 +79,26 @@ def file_shards(file: str, *, name: str) -> list[Shard]:
         One shard per row group of a parquet file, one for any other file.
 
     Raises:
-        ValueError: The file is empty, cannot be reached, or is parquet without a readable footer.
+        ValueError: The file is empty, cannot be read, or is parquet without a readable footer.
     """
     kind = file_kind(file)
     assert kind is not None, f"file: expected a known ending, got {shown(file)}"
     file = file if is_url(file) else os.path.abspath(file)  # a cache outlives the current folder
-    size, version = _size_and_version(file, name=name)
+    try:
+        size, version = _size_and_version(file)
+        if size and kind == "parquet":
+            with _open_parquet(file) as parquet:
+                groups = range(parquet.metadata.num_row_groups)
+                counts = [parquet.metadata.row_group(group).num_rows for group in groups]
+    except (OSError, HTTPException, pa.ArrowException) as error:
+        raise ValueError(
+            f"{name}: expected a readable {kind} file, got {shown(file)}, "
+            f"which fails: {one_line(error)}"
+        ) from error
     if size == 0:
         raise ValueError(f"{name}.path: expected documents, got the empty file {shown(file)}.")
     if kind != "parquet":
         return [Shard(file, kind, version)]
-    try:
-        with _open_parquet(file) as parquet:
-            groups = range(parquet.metadata.num_row_groups)
-            counts = [parquet.metadata.row_group(group).num_rows for group in groups]
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(
-            f"{name}: expected a readable parquet file, got {shown(file)}, "
-            f"which fails: {one_line(error)}"
-        ) from error
     starts = [sum(counts[:group]) for group in groups]
     return [
         Shard(file, kind, version, group, starts[group], counts[group])
@@ -361,17 +362,11 @@ def _open_parquet(file: str) -> pq.ParquetFile:
     )
 
 
-def _size_and_version(file: str, *, name: str) -> tuple[int, str]:
-    if is_url(file):
-        try:
-            with RemoteFile(file) as remote:
-                return remote.size, remote.version
-        except (OSError, HTTPException) as error:
-            raise ValueError(
-                f"{name}.path: expected a file that can be reached, got {shown(file)}, "
-                f"which fails: {one_line(error)}"
-            ) from error
-    return Path(file).stat().st_size, file_version(file)
+def _size_and_version(file: str) -> tuple[int, str]:
+    if not is_url(file):
+        return Path(file).stat().st_size, file_version(file)
+    with RemoteFile(file) as remote:
+        return remote.size, remote.version
 
 
 def file_version(file: str) -> str:

@@ -180,7 +180,7 @@ def test_server_without_parts_is_enough_for_reading_from_the_start(server, tmp_p
 
 
 def test_file_that_cannot_be_reached_is_refused(server, monkeypatch):
-    message = r"s\.path: expected a file that can be reached, got 'http://.*', which fails: .*404"
+    message = r"s: expected a readable .* file, got 'http://.*', which fails: .*404"
     with pytest.raises(ValueError, match=message):
         load(f"{server.url}/a.txt")
     monkeypatch.setattr(remote_file, "TIMEOUT", 1)
