@@ -49,10 +49,6 @@ class RemoteFile(io.RawIOBase):
         """Return True where the server states the size."""
         return self.size >= 0
 
-    def tell(self) -> int:
-        """Return the position in bytes."""
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a position without reading."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
