@@ -22,7 +22,6 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     Head,
     LinearHead,
-    TransformHead,
     check_prototypes,
     load_checked,
 )
@@ -112,11 +111,6 @@ def linear_head(head: Head) -> LinearHead:
     Raises:
         ValueError: Another head.
     """
-    if isinstance(head, TransformHead):
-        raise ValueError(
-            "head: expected one that compares hidden states as they are, got a transform, whose "
-            "activation no linear head has. Other engines can run the model through ONNX"
-        )
     if type(head) is LinearHead:
         return copy.deepcopy(head)
     lazy, linear_map, is_scaled = _lazy_linear(head)
