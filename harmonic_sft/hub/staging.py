@@ -327,24 +327,12 @@ def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> Non
     for name in CODE_FIELDS:
         fields["text_config"].pop(name, None)
     (target / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    for name in _classes(fields.get("auto_map")):  # the folder may hold other files by now
-        module = trained.path / f"{name.split('.')[0]}.py"
+    for name in fields["auto_map"].values():  # the folder may hold other files by now
+        module = trained.path / f"{Path(name).name.split('.')[0]}.py"
         for path in (module, *map(Path, get_relative_import_files(module))):
             shutil.copyfile(trained.path / path.name, target / path.name)
     if not config.is_causal:
         _write_sentence_config(config, target)
-
-
-def _classes(auto_map: Any) -> list[str]:
-    """Return the classes that a configuration names, `module.Class`: no path to other folders."""
-    names = list(auto_map.values()) if isinstance(auto_map, dict) and auto_map else [auto_map]
-    for name in names:
-        if not isinstance(name, str) or not re.fullmatch(r"\w+\.\w+", name):
-            raise ValueError(
-                "config.json: expected an auto_map with classes like modeling_harmonic."
-                f"HarmonicModel, got {name!r}. Restore it as the run saved it"
-            )
-    return names
 
 
 def _write_sentence_config(config: HarmonicConfig, target: Path) -> None:
