@@ -85,7 +85,11 @@ def file_shards(file: str, *, name: str) -> list[Shard]:
     assert kind is not None, f"file: expected a known ending, got {shown(file)}"
     file = file if is_url(file) else os.path.abspath(file)  # a cache outlives the current folder
     try:
-        size, version = _size_and_version(file)
+        if is_url(file):
+            with RemoteFile(file) as remote:
+                size, version = remote.size, remote.version
+        else:
+            size, version = Path(file).stat().st_size, file_version(file)
         if size and kind == "parquet":
             with _open_parquet(file) as parquet:
                 groups = range(parquet.metadata.num_row_groups)
@@ -360,13 +364,6 @@ def _open_parquet(file: str) -> pq.ParquetFile:
         pre_buffer=False,
         page_checksum_verification=True,
     )
-
-
-def _size_and_version(file: str) -> tuple[int, str]:
-    if not is_url(file):
-        return Path(file).stat().st_size, file_version(file)
-    with RemoteFile(file) as remote:
-        return remote.size, remote.version
 
 
 def file_version(file: str) -> str:

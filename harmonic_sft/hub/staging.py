@@ -110,7 +110,8 @@ def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
                 save_file(blocks, target / BLOCKS_FILE, FORMAT)
         _write_config(trained, target, partial=to.form == "head")
         _copy(trained.path, target, ("generation_config.json",))
-        (target / LICENSE).write_text(license_of_code())
+        package = importlib.metadata.distribution("harmonic-sft")  # whose code goes along
+        (target / LICENSE).write_text(package.read_text("licenses/LICENSE") or "")
     copy_tokenizer(trained.path, target)
     figure = None
     if trained.figure is not None:
@@ -245,12 +246,6 @@ def base_license(config: HarmonicConfig) -> dict[str, Any]:
         return {}
     names = ("license", "license_name", "license_link")
     return {name: fields[name] for name in names if isinstance(fields.get(name), str)}
-
-
-def license_of_code() -> str:
-    """Return the license of the Python files that go along."""
-    text = importlib.metadata.distribution("harmonic-sft").read_text("licenses/LICENSE")
-    return text or ""
 
 
 def check_clean(target: Path, trained: TrainedFolder) -> None:

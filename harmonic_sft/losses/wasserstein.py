@@ -132,12 +132,6 @@ class Transport:
         return _truncated_cost(logits.gather(-1, columns), F.embedding(columns, ground), columns)
 
 
-def _squared_gaps(points: Tensor, other: Tensor) -> Tensor:
-    """Return the squared distances `[N, K]` of `[N, K, D]` and `[N, 1, D]`, by difference."""
-    distances = torch.cdist(points, other, compute_mode="donot_use_mm_for_euclid_dist")
-    return distances.squeeze(-1).square()  # no matrix of gaps; a gradient of 0 where there is none
-
-
 def _truncated_cost(logits: Tensor, points: Tensor, columns: Tensor) -> Tensor:
     """Return the cost `[N]` of the softmax over a few classes, the label first.
 
@@ -149,5 +143,6 @@ def _truncated_cost(logits: Tensor, points: Tensor, columns: Tensor) -> Tensor:
     again = columns == columns[:, :1]
     again[:, 0] = False
     probs = logits.masked_fill(again, -torch.inf).softmax(-1)
-    costs = _squared_gaps(points, points[:, :1])  # [N, 1 + K]
-    return (probs * costs).sum(-1)
+    # By difference, without a matrix of gaps; the gradient is 0 where there is none.
+    gaps = torch.cdist(points, points[:, :1], compute_mode="donot_use_mm_for_euclid_dist")
+    return (probs * gaps.squeeze(-1).square()).sum(-1)
