@@ -218,23 +218,19 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
 def cross_fitted(scores: TokenScores, documents: np.ndarray) -> np.ndarray:
     """Return `[3, N]`: loss, confidence and Brier score of every token at the best temperature.
 
-    That is fitted on the other half of the `documents`, `[num_rows]`.
+    That is fitted on the other half of the `documents`, `[num_rows]`; of one document, on every
+    second token.
     """
     fitted = np.empty((3, len(scores.labels)))
-    for half, other in _halves(documents[scores.rows]):
+    ranks = np.unique(documents[scores.rows], return_inverse=True)[1]
+    even = (ranks if ranks.max() else np.arange(len(ranks))) % 2 == 0
+    for half, other in ((even, ~even), (~even, even)):
         reported = scores.keep(half)
         best = fit_inverse_temperature(scores.normalizers[other], scores.margins[other])
         values = (*reported.at(best), brier_score(reported.normalizers, reported.margins, best))
         for column, value in zip(fitted, values, strict=True):
             column[half] = value
     return fitted
-
-
-def _halves(documents: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return each half of the tokens with the other: of one document, every second token."""
-    ranks = np.unique(documents, return_inverse=True)[1]
-    even = (ranks if ranks.max() else np.arange(len(ranks))) % 2 == 0
-    return [(even, ~even), (~even, even)]
 
 
 def unigram_loss(labels: np.ndarray, counts: np.ndarray) -> float:
