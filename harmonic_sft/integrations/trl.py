@@ -4,7 +4,7 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any, cast
 
 import torch
@@ -46,7 +46,8 @@ def patch() -> None:
     1.15 it is the SFT trainer alone that needs help.
 
     Raises:
-        ValueError: TRL is not installed, or its version is not among the tested ones.
+        PackageNotFoundError: TRL is not installed.
+        ValueError: Its version is not among the tested ones.
     """
     check_version()
     modules = [import_module(name) for name in MODULES]
@@ -97,14 +98,12 @@ def _patch_older(sft: types.ModuleType) -> None:
 
 def check_version() -> None:
     """Raise a ValueError for a TRL whose trainers were not tested."""
-    wanted = f"trl: expected version {TESTED[0]} to {TESTED[-1]}"
-    install = f"Run pip install 'trl=={TESTED[-1]}.*'"
-    try:
-        found = version("trl")
-    except PackageNotFoundError as error:
-        raise ValueError(f"{wanted}, got none. {install}") from error
-    if not Version(TESTED[0]) <= Version(".".join(found.split(".")[:2])) <= Version(TESTED[-1]):
-        raise ValueError(f"{wanted}, got {found}. {install}")
+    first, last = TESTED
+    found = version("trl")
+    if not Version(first) <= Version(".".join(found.split(".")[:2])) <= Version(last):
+        raise ValueError(
+            f"trl: expected version {first} to {last}, got {found}. Run pip install 'trl=={last}.*'"
+        )
 
 
 def add_harmonic_head_(
