@@ -1,15 +1,19 @@
-"""Batches on the CPU: what is counted there for the device, and how they are split."""
+"""Batches: what is counted on the CPU, the places of streams, fewer rows where memory is short."""
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.utils.memory import release_memory, should_reduce_batch_size
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -17,10 +21,14 @@ from transformers import TrainingArguments
 from harmonic_sft.data.batches import EpochSampler, MaskedRows
 from harmonic_sft.data.masking import IGNORE_INDEX
 from harmonic_sft.data.row_maker import document_names
+from harmonic_sft.data.streams import StreamedRows, StreamState, advance, collate_placed, merge
 from harmonic_sft.models import HarmonicHeadModel, scored_positions
+from harmonic_sft.training.arguments import HarmonicTrainingArguments
+from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.checkpoints import rows_at_once, rows_per_step
-from harmonic_sft.training.stream_place import StreamPlace
 
+logger = logging.getLogger(__name__)
+STREAM_FILES = "stream_state_{}.json"  # of a process
 BAD_STEP = "bad_step_{}_{}.json"  # of a step and a process
 COUNTS = ("label_positions", "num_tokens")  # what CountingCollator adds
 COUNTED = ("input_ids", "attention_mask")  # for its tokens
@@ -74,6 +82,148 @@ class CountingCollator:
             return {**batch, "num_tokens": num_tokens}
         positions = scored_positions(labels, num_classes=self.num_classes, causal=self.causal)
         return {**batch, "label_positions": positions, "num_tokens": num_tokens}
+
+
+class StreamPlace:
+    """Follows which rows of the streams were used, so that a resumed run takes the next ones."""
+
+    def __init__(self, rows: StreamedRows, args: HarmonicTrainingArguments):
+        self._rows, self._args = rows, args
+        self.state = StreamState(rows=0, streams={})  # of the rows that this process has read
+        self.examples: list[dict[str, int]] = []  # rows of this process in the step at work
+
+    def loader(self, collator: Callable[[Any], dict[str, Any]], batch_size: int) -> DataLoader:
+        """Read this process's own share; accelerate would read all of it in every process."""
+        args = self._args
+        self._rows.share(
+            process_index=args.process_index, num_processes=args.world_size, batch_size=batch_size
+        )
+        return DataLoader(
+            self._rows,
+            batch_size=batch_size,
+            collate_fn=partial(collate_placed, collator),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            # transformers 5.10 has no such argument.
+            multiprocessing_context=vars(args).get("dataloader_multiprocessing_context"),
+            # Drawn now: a resumed run restores the random numbers before it begins to read.
+            generator=torch.Generator().manual_seed(int(torch.randint(2**62, ()))),
+        )
+
+    def take(self, batches: Sequence[dict[str, Any]]) -> None:
+        """Remove the places of the rows from the batches of a step, and note them."""
+        places = [place for batch in batches for place in batch.pop("places")]
+        self.examples = [{"stream": place.stream, "row": place.row} for place in places]
+        self.state = advance(self.state, places, len(places) * self._args.world_size)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the state of this process."""
+        path = checkpoint / STREAM_FILES.format(self._args.process_index)
+        path.write_text(json.dumps(self.state))
+
+    def load(self, checkpoint: Path | None) -> None:
+        """Continue where the run of a checkpoint stood; without one, start at the first row."""
+        paths = [] if checkpoint is None else sorted(checkpoint.glob(STREAM_FILES.format("*")))
+        states: list[Any] = [json.loads(path.read_text()) for path in paths]
+        for state in states:
+            places = state["streams"].values()
+            if "left_out" in state or any("duplicates" not in place for place in places):
+                raise ValueError(
+                    f"resume: expected a stream's place as this version writes it, got "
+                    f"{str(checkpoint)!r} of an earlier one. Give it as the model of a new run"
+                )
+        self._rows.state = self.state = merge(states)
+
+
+class MemoryFallback:
+    """Runs micro-batches; out of memory it turns to gradient checkpointing, then to fewer rows.
+
+    It then repeats the step from its first micro-batch with the same random numbers. Checkpointing
+    changes nothing else; fewer rows at a time sum in another order and draw other dropout masks.
+    """
+
+    def __init__(self, args: HarmonicTrainingArguments, model: HarmonicHeadModel):
+        self._args, self._model = args, model
+        # Not `is_gradient_checkpointing`, which stays false where no block holds a graph.
+        self.checkpoints_blocks = args.gradient_checkpointing
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        self.batches: list[dict[str, Any]] = []  # of this step, so far
+        self._num_chunks = 1
+
+    def run(
+        self,
+        backward: Callable[[dict[str, Any]], Tensor],
+        batch: dict[str, Any],
+        *,
+        step: int,
+        is_sum: bool,
+    ) -> Tensor:
+        """Return the loss of one micro-batch of a step; `batches` are those before it.
+
+        `backward` runs a micro-batch, or some of its rows. Unless losses of some rows add up to
+        that of all (`is_sum`), they are means, and a micro-batch stays whole.
+        """
+        if not self.batches:
+            # For dropout in a repeated step, on the CPU and on every GPU.
+            self._random_state = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+        self.batches.append(dict(batch))
+        batches = [batch]
+        while True:
+            try:
+                for micro_batch in batches:
+                    chunks = split_batch(micro_batch, self._num_chunks)
+                    losses = [backward(chunk) for chunk in chunks]
+                return torch.stack(losses).sum()
+            except RuntimeError as error:
+                self._check_memory(error)
+            # Outside of `except`, where the error does not keep the tensors of its frames alive.
+            change = self._fall_back(is_sum=is_sum)
+            logger.warning("Out of memory at step %d: %s.", step, change)
+            # The failed backward pass may have left some of its gradients: redo the whole step.
+            self._model.zero_grad()
+            torch.set_rng_state(self._random_state[0])
+            torch.cuda.set_rng_state_all(self._random_state[1])
+            batches = self.batches
+
+    def _check_memory(self, error: RuntimeError) -> None:
+        """Raise errors other than a lack of memory, and this one too if no step can be repeated."""
+        # Messages of the driver, cuBLAS, cuDNN and Triton, which accelerate does not know.
+        is_known = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
+        is_memory = is_known or should_reduce_batch_size(error)
+        if not is_memory or not self._args.oom_fallback:
+            raise error
+        if self._args.world_size > 1:
+            raise StoppedError(
+                "out of memory: oom_fallback works on a single process only, since the others wait "
+                "for this one. Lower per_device_train_batch_size, raise "
+                "gradient_accumulation_steps, or set gradient_checkpointing: true"
+            ) from error
+
+    def _fall_back(self, *, is_sum: bool) -> str:
+        """Turn gradient checkpointing on, or halve the chunks if it is on; return what was done."""
+        release_memory()
+        rows = num_rows(self.batches[-1])
+        if not self.checkpoints_blocks:
+            self.checkpoints_blocks = True
+            with suppress(ValueError):  # some bodies have none
+                self._model.gradient_checkpointing_enable()
+                return "gradient checkpointing turned on"
+        if not is_sum:
+            raise StoppedError(
+                "out of memory: a micro-batch does not fit with gradient checkpointing, and a mean "
+                "over its rows is no sum of parts. Lower per_device_train_batch_size and raise "
+                "gradient_accumulation_steps"
+            )
+        if self._num_chunks < rows:
+            self._num_chunks *= 2
+            size = math.ceil(rows / self._num_chunks)
+            return f"micro-batches of {rows} rows run {size} at a time, same effective batch"
+        raise StoppedError(
+            "out of memory: one row at a time with gradient checkpointing does not fit. "
+            "Lower data.context_length or use a smaller model"
+        )
 
 
 def split_batch(batch: dict[str, Any], num_chunks: int) -> list[dict[str, Any]]:

@@ -42,6 +42,7 @@ from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.partial_checkpoint import RESUME_FILE
 from harmonic_sft.training.adapters import has_lora, load_part_, save_adapter
 from harmonic_sft.training.arguments import HarmonicTrainingArguments, changed
+from harmonic_sft.training.batches import StreamPlace
 from harmonic_sft.training.callbacks import TERMINATED, StoppedError, TerminationCallback
 from harmonic_sft.training.checkpoints import (
     all_checkpoints,
@@ -76,7 +77,6 @@ from harmonic_sft.training.output_folder import (
 from harmonic_sft.training.peers import naming_silent_peers
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import finish_pushes
-from harmonic_sft.training.stream_place import StreamPlace
 
 logger = logging.getLogger(__name__)
 

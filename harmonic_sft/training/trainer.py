@@ -48,6 +48,7 @@ from harmonic_sft.training.batches import (
     COUNTS,
     OF_LABELS,
     CountingCollator,
+    MemoryFallback,
     head_inputs,
     last_batch_rows,
     save_bad_step,
@@ -66,7 +67,6 @@ from harmonic_sft.training.master_weights import (
     check_optimizer,
     low_precision_weights,
 )
-from harmonic_sft.training.memory_fallback import MemoryFallback
 from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
 from harmonic_sft.training.resumable_trainer import ResumableTrainer

@@ -10,7 +10,7 @@ import torch
 from harmonic_sft.data.bad_rows import BadRows
 from harmonic_sft.data.loading import LoadedData
 from harmonic_sft.training import run
-from harmonic_sft.training.stream_place import StreamPlace
+from harmonic_sft.training.batches import StreamPlace
 from tests.training.conftest import logged, prepared, start
 
 
