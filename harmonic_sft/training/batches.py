@@ -83,6 +83,28 @@ class CountingCollator:
         positions = scored_positions(labels, num_classes=self.num_classes, causal=self.causal)
         return {**batch, "label_positions": positions, "num_tokens": num_tokens}
 
+    def take_out_repeated_(
+        self, batch: dict[str, Any], *, num_rows: int, size: int, process: int
+    ) -> None:
+        """Leave out of the loss the rows that accelerate has added to the last batch's `num_rows`.
+
+        `size` is the number of rows of each process. A batch that is laid out as one row, has no
+        labels or has shifted ones is left as it is.
+        """
+        num_left = max(0, num_rows - process * size)
+        is_known = "labels" in batch and "shift_labels" not in batch
+        if num_left >= size or not is_known or len(batch["labels"]) != size:
+            return
+        batch["labels"][num_left:] = IGNORE_INDEX
+        own = {key: value[:num_left] for key, value in batch.items() if key in COUNTED}
+        counted = self.count({**own, "labels": batch["labels"].cpu()})
+        batch["num_tokens"] = counted["num_tokens"]
+        if "label_positions" in counted:
+            batch["label_positions"] = counted["label_positions"].to(batch["labels"].device)
+        else:  # regression targets
+            ones = torch.ones_like(batch["labels"], dtype=torch.float32)
+            batch.setdefault("label_weights", ones)[num_left:] = 0
+
 
 class StreamPlace:
     """Follows which rows of the streams were used, so that a resumed run takes the next ones."""
@@ -323,26 +345,3 @@ def last_batch_rows(loader: Any, args: TrainingArguments) -> int:
     if args.dataloader_drop_last or not isinstance(sampler, BatchSamplerShard):
         return 0
     return len(sampler.batch_sampler.sampler) % (args.per_device_train_batch_size * args.world_size)
-
-
-def take_out_repeated_(
-    batch: dict[str, Any], count: CountingCollator, *, num_rows: int, size: int, process: int
-) -> None:
-    """Leave out of the loss the rows that accelerate has added to the `num_rows` of the last batch.
-
-    `size` is the number of rows of each process. A batch that is laid out as one row, has no labels
-    or has shifted ones is left as it is.
-    """
-    num_left = max(0, num_rows - process * size)
-    is_known = "labels" in batch and "shift_labels" not in batch
-    if num_left >= size or not is_known or len(batch["labels"]) != size:
-        return
-    batch["labels"][num_left:] = IGNORE_INDEX
-    own = {key: value[:num_left] for key, value in batch.items() if key in COUNTED}
-    counted = count.count({**own, "labels": batch["labels"].cpu()})
-    batch["num_tokens"] = counted["num_tokens"]
-    if "label_positions" in counted:
-        batch["label_positions"] = counted["label_positions"].to(batch["labels"].device)
-    else:  # regression targets
-        ones = torch.ones_like(batch["labels"], dtype=torch.float32)
-        batch.setdefault("label_weights", ones)[num_left:] = 0

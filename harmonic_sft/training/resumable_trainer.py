@@ -92,6 +92,7 @@ class ResumableTrainer(Trainer):
 
     model: HarmonicHeadModel
     args: HarmonicTrainingArguments
+    data_collator: Any
 
     def __init__(
         self,

@@ -52,7 +52,6 @@ from harmonic_sft.training.batches import (
     head_inputs,
     last_batch_rows,
     save_bad_step,
-    take_out_repeated_,
 )
 from harmonic_sft.training.callbacks import (
     EarlyStopping,
@@ -336,8 +335,10 @@ class HarmonicTrainer(ResumableTrainer):
         if self._leaves_out_repeated and self.accelerator.gradient_state.end_of_dataloader:
             num_rows = last_batch_rows(self.callback_handler.train_dataloader, self.args)
             if num_rows:
-                size = self.args.per_device_train_batch_size
-                self._take_out_repeated_(batches[-1], num_rows, size)
+                size, process = self.args.per_device_train_batch_size, self.args.process_index
+                self.data_collator.take_out_repeated_(
+                    batches[-1], num_rows=num_rows, size=size, process=process
+                )
         batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
@@ -360,11 +361,6 @@ class HarmonicTrainer(ResumableTrainer):
         )
         is_span = isinstance(self.model, HarmonicForQuestionAnswering)
         return not is_span and (is_ours or not self._has_own_loss)
-
-    def _take_out_repeated_(self, batch: dict[str, Any], num_rows: int, size: int) -> None:
-        """Leave out of the loss the rows with which accelerate has filled up the last batches."""
-        collator, process = cast(CountingCollator, self.data_collator), self.args.process_index
-        take_out_repeated_(batch, collator, num_rows=num_rows, size=size, process=process)
 
     def _warn_of_repeated(self, loader: DataLoader) -> None:
         """Warn if the last step of an epoch scores some rows twice."""
@@ -535,7 +531,9 @@ class HarmonicTrainer(ResumableTrainer):
         is_uneven = self.args.world_size > 1 and state.end_of_dataloader and state.remainder > 0
         if not is_uneven or not self._leaves_out_repeated:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        self._take_out_repeated_(inputs, state.remainder, size)
+        self.data_collator.take_out_repeated_(
+            inputs, num_rows=state.remainder, size=size, process=self.args.process_index
+        )
         outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if outputs[0] is None:
             return outputs

@@ -20,7 +20,6 @@ from harmonic_sft.training.batches import (
     examples_of_step,
     head_inputs,
     last_batch_rows,
-    take_out_repeated_,
 )
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -111,7 +110,7 @@ def last_batch(process, num_rows, *, num_classes, **columns):
     """A batch of 2 rows on each of 2 processes, of which only `num_rows` are no repetition."""
     collator = CountingCollator(collator=dict, num_classes=num_classes, causal=False)
     batch = collator({"input_ids": torch.ones(2, 3), **columns})
-    take_out_repeated_(batch, collator, num_rows=num_rows, size=2, process=process)
+    collator.take_out_repeated_(batch, num_rows=num_rows, size=2, process=process)
     return batch
 
 
