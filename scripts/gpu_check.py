@@ -51,7 +51,7 @@ from harmonic_sft.ops import distance_cross_entropy, engine
 from harmonic_sft.results import environment, show_table, write_results
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.loading import load_base_config
-from harmonic_sft.training.memory import estimate_step
+from harmonic_sft.training.preview import estimate_step
 from harmonic_sft.training.run import prepare
 from scripts import benchmark_ops, benchmark_step, make_neobert, make_small_gpt
 from scripts.benchmark_ops_arms import Inputs, Sizes

@@ -20,7 +20,6 @@ from harmonic_sft.models.heads import heads_in
 from harmonic_sft.plots import plot_comparison
 from harmonic_sft.results import show_best, show_table
 from harmonic_sft.training.freezing import Part
-from harmonic_sft.training.memory import GIB
 from harmonic_sft.training.run_config import RunConfig
 from harmonic_sft.training.tasks import MODELS
 
@@ -32,7 +31,7 @@ PREDICTED = {
     "token_classification": "labeled tokens",
 }
 ROW_NAMES = {"old_head": "the base's own head", "swapped": "new head"}
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 DEVICE_GIB = 24  # of the GPU that an estimate is compared with where there is none
 METRIC_NOTE = (
     "(*) Best post-hoc h_exp; for a head without one, its best inverse temperature. The loss "

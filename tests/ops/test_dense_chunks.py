@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harmonic_sft.models import LinearHead, build_head
 from harmonic_sft.ops.dense_chunks import by_chunks
-from harmonic_sft.training.memory import LiveBytes
+from harmonic_sft.training.preview import LiveBytes
 from tests.ops.fused import assert_same
 
 V, D = 12, 6

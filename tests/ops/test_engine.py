@@ -19,7 +19,7 @@ from harmonic_sft.ops import (
     workspace_bytes,
 )
 from harmonic_sft.ops.workers import Workers
-from harmonic_sft.training.memory import LiveBytes
+from harmonic_sft.training.preview import LiveBytes
 from tests.ops.fused import KINDS, loss_of, random_inputs
 
 N, D, V = 9, 6, 1600  # three tiles

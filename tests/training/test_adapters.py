@@ -44,7 +44,7 @@ from harmonic_sft.training.adapters import (
 )
 from harmonic_sft.training.freezing import unfreeze_
 from harmonic_sft.training.loading import load_base_config
-from harmonic_sft.training.memory import build_fake_model
+from harmonic_sft.training.preview import build_fake_model
 from harmonic_sft.training.run_config import PeftConfig, UnfreezeConfig, load_run_config
 from tests.encoders import save_encoder
 from tests.training.conftest import prepared

@@ -33,8 +33,7 @@ from harmonic_sft.training.checkpoints import check_frozen, frozen_sha256, write
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.freezing import parts
 from harmonic_sft.training.loading import load_base_config
-from harmonic_sft.training.memory import estimate_step
-from harmonic_sft.training.preview import dry_run
+from harmonic_sft.training.preview import dry_run, estimate_step
 from harmonic_sft.training.run import prepare, train
 from tests import decoders
 

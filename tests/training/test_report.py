@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from harmonic_sft.results import write_results
-from harmonic_sft.training.memory import GIB
 from harmonic_sft.training.report import (
+    GIB,
     compare_runs,
     show_closing_table,
     show_estimate,

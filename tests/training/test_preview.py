@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from harmonic_sft.training.loading import load_base_config
-from harmonic_sft.training.memory import LiveBytes, estimate_step
+from harmonic_sft.training.preview import LiveBytes, estimate_step
 from harmonic_sft.training.run import prepare
 from harmonic_sft.training.run_config import load_run_config
 from tests.encoders import FAMILIES, save_encoder
