@@ -50,13 +50,6 @@ class HeadCallback(TrainerCallback):
         self.h_exp = h_exp
         self.last_h_exp: float | None = None  # that the last step was taken with, if annealed
 
-    def h_exp_of(self, step: int, state: TrainerState) -> float | None:
-        """Return the exponent after `step` steps, linear over the run; None if none is annealed."""
-        if self.h_exp is None:
-            return None
-        start, end = self.h_exp.start, self.h_exp.end
-        return start + (end - start) * min(step / state.max_steps, 1.0)
-
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring the prototypes back to norm 1."""
         model = kwargs["model"]
@@ -67,8 +60,9 @@ class HeadCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Set what the next step uses; evaluations and checkpoints before it see the same."""
         model, step, total = kwargs["model"], state.global_step, state.max_steps
-        if (h_exp := self.h_exp_of(step, state)) is not None:
-            model.h_exp = h_exp
+        if self.h_exp is not None:  # linear over the run
+            start, end = self.h_exp.start, self.h_exp.end
+            model.h_exp = start + (end - start) * min(step / total, 1.0)
         if isinstance(model.loss_fn, Distillation):
             model.loss_fn.anneal(step / total)
         for table in neighbor_tables(model.loss_fn):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations import integration_utils
 
+from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.training import run
 from harmonic_sft.training.callbacks import HeadCallback, TerminationCallback
 from harmonic_sft.training.run_config import HExpConfig
@@ -43,7 +44,11 @@ def test_progress_bars_are_labeled_and_the_end_says_what_to_type(
 
 def test_the_exponent_is_linear_and_stateless():
     callback = HeadCallback(HExpConfig(start=-12.0, end=-4.0))
-    values = [callback.h_exp_of(step, TrainerState(max_steps=8)) for step in range(10)]
+    model, values = SimpleNamespace(loss_fn=CrossEntropyLoss()), []
+    for step in range(10):
+        state = TrainerState(global_step=step, max_steps=8)
+        callback.on_step_end(None, state, None, model=model)
+        values.append(model.h_exp)
     assert values == [-12, -11, -10, -9, -8, -7, -6, -5, -4, -4]
 
 
