@@ -128,22 +128,14 @@ class HeadConfig(BaseModel):
     )
     tie: bool = Field(False, description="Share the weight with the input embeddings")
 
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if name not in HEADS:  # now: a script may have added one of its own
-            nearest = did_you_mean(name, list(HEADS))
-            raise ValueError(f"expected one of {list(HEADS)}, got {name!r}{nearest}")
-        return name
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         assert self.model_extra is not None, "extra keys are allowed"
+        options = _checked_head(self.name, self.model_extra, "")
         parameters = inspect.signature(HEADS[self.name]).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.name not in NOT_IN_HEAD}
-        options = defaults | _checked_head(self.name, self.model_extra, "")
         self.model_extra.clear()
-        self.model_extra.update(options)
+        self.model_extra.update(defaults | options)
         return self
 
 
@@ -456,8 +448,11 @@ def for_inner_head(overrides: Sequence[str], head: Any) -> list[str]:
     ]
 
 
-def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Check the names and types of a head's options, and of a head inside it."""
+def _checked_head(name: Any, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Check the name of a head, names and types of its options, and a head inside it."""
+    if name not in HEADS:  # now: a script may have added one of its own
+        place, nearest = f"{prefix}.name".lstrip("."), did_you_mean(str(name), list(HEADS))
+        raise ValueError(f"{place}: expected one of {list(HEADS)}, got {name!r}{nearest}")
     if options.get("metric") == "lp" or options.get("p") == 1.0:
         # Older runs wrote the p of the metric lp, which is gone, into the file of every dist head.
         options = {key: value for key, value in options.items() if key != "p"}
@@ -466,14 +461,9 @@ def _checked_head(name: str, options: Mapping[str, Any], prefix: str) -> dict[st
     )
     if options.get("inner") is not None:
         inner = dict(options["inner"])
-        place = f"{prefix}.inner".lstrip(".")
         inner_name = inner.pop("name", None)
-        if inner_name not in HEADS:
-            nearest = did_you_mean(str(inner_name), list(HEADS))
-            raise ValueError(
-                f"{place}.name: expected one of {list(HEADS)}, got {inner_name!r}{nearest}"
-            )
-        options["inner"] = {"name": inner_name, **_checked_head(inner_name, inner, place)}
+        inner = _checked_head(inner_name, inner, f"{prefix}.inner".lstrip("."))
+        options["inner"] = {"name": inner_name, **inner}
     return options
 
 

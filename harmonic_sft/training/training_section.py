@@ -191,12 +191,9 @@ def _check_best_model(training: Mapping[str, Any], *, is_annealed: bool) -> None
         raise ValueError(
             f"training.metric_for_best_model: expected one of {list(METRICS)}, got {metric!r}"
         )
-    loads, save = training.get("load_best_model_at_end"), training.get("save_strategy", "steps")
-    if is_annealed and (loads or save == "best") and metric == "loss":
+    is_sought = training.get("load_best_model_at_end") or training.get("save_strategy") == "best"
+    if is_annealed and is_sought and metric == "loss":
         raise ValueError(
             "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, "
             "got the raw loss, which rises by itself"
         )
-    if loads and save not in ("best", (got := training.get("eval_strategy", "no"))):
-        what = f"{save!r} as in save_strategy with load_best_model_at_end"
-        raise ValueError(f"training.eval_strategy: expected {what}, got {got!r}")
