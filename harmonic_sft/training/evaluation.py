@@ -530,11 +530,7 @@ def _settings(
         settings["data"].setdefault("context_length", longest)
     data = parse(DataConfig, settings["data"], "data")
     training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
-    size = training.setdefault("per_device_eval_batch_size", 8)
-    if size < 1:
-        raise ValueError(
-            f"training.per_device_eval_batch_size: expected a number above 0, got {size}"
-        )
+    training.setdefault("per_device_eval_batch_size", 8)
     return data, training
 
 

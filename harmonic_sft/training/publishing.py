@@ -21,14 +21,8 @@ logger = logging.getLogger(__name__)
 
 def destination_of(hub: HubConfig) -> Destination:
     """Return where the hub section pushes to."""
-    assert hub.repo_id is not None, "checked in HubConfig"
-    return Destination(
-        repo_id=hub.repo_id,
-        form=hub.form,
-        private=hub.private,
-        revision=hub.revision,
-        license=hub.license,
-    )
+    when = ("push", "every_save")
+    return Destination(**{key: value for key, value in vars(hub).items() if key not in when})
 
 
 def push_run(run: RunConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:

@@ -158,20 +158,16 @@ class HarmonicTrainer(ResumableTrainer):
         self._low_precision = low_precision_weights(built)
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
         check_optimizer(built, optimizers[0], is_given=is_given)
-        config = preparation.config
-        if (
-            args.h_exp is None
-            and config.h_exp is not None
-            and config.h_exp.start != config.h_exp.end
-        ):
+        config, h_exp = preparation.config, preparation.config.h_exp
+        if args.h_exp is None and h_exp is not None and h_exp.start != h_exp.end:
             logger.warning(
                 "h_exp goes from %g to %g, as in the recipe. Held, h_exp=%s, losses were lower in "
                 "our comparisons (docs/results.md).",
-                config.h_exp.start,
-                config.h_exp.end,
-                config.h_exp.start,
+                h_exp.start,
+                h_exp.end,
+                h_exp.start,
             )
-        self._head_callback = HeadCallback(None if config.learns_h_exp else config.h_exp)
+        self._head_callback = HeadCallback(None if config.learns_h_exp else h_exp)
         super().__init__(
             preparation,
             model=built,
