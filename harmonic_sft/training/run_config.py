@@ -326,14 +326,7 @@ class RunConfig:
                 "a whole model; set save: full"
             )
         # Last, since this imports transformers: other sections' mistyped keys are reported sooner.
-        training = checked_training(
-            self.training,
-            is_stream=any(source.streaming for source in self.data.sources),
-            is_annealed=self.h_exp is not None and self.h_exp.start != self.h_exp.end,
-            has_bfloat16=self.model.unfreeze.dtype == "bfloat16",
-            key_names=self.key_names,
-        )
-        object.__setattr__(self, "training", training)
+        object.__setattr__(self, "training", checked_training(self))
         object.__setattr__(self, "schedule", _checked_schedule(self))
         return self
 

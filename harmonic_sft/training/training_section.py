@@ -2,11 +2,14 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harmonic_sft.config import check_fields
+
+if TYPE_CHECKING:
+    from harmonic_sft.training.run_config import RunConfig
 
 METRICS = {  # of an evaluation: whether more is better
     "loss": False,
@@ -94,31 +97,17 @@ REFUSED = {  # arguments of transformers that another section decides, or that b
 }
 
 
-def checked_training(
-    section: Mapping[str, Any],
-    *,
-    is_stream: bool,
-    is_annealed: bool,
-    has_bfloat16: bool,
-    key_names: Callable[[], list[str]],
-) -> dict[str, Any]:
+def checked_training(run: "RunConfig") -> dict[str, Any]:
     """Return the arguments for transformers, converted to their types, over our defaults.
-
-    Args:
-        section: What the file says.
-        is_stream: A source of the run is a stream.
-        is_annealed: h_exp changes while it trains.
-        has_bfloat16: Weights of 16 bits train.
-        key_names: Return all keys of a file, for messages.
 
     Raises:
         ValueError: A key is not known or refused, or a value is wrong.
     """
     from transformers import TrainingArguments
 
-    check_refused(section)
+    check_refused(run.training)
     training = check_fields(
-        TrainingArguments, {**DEFAULTS, **section}, "training", elsewhere=key_names
+        TrainingArguments, {**DEFAULTS, **run.training}, "training", elsewhere=run.key_names
     )
     if not training.get("output_dir"):
         raise ValueError("training.output_dir: expected a folder, got nothing")
@@ -129,7 +118,8 @@ def checked_training(
     for key, (value, reason) in FORCED.items():
         if (got := training.get(key, value)) != value:
             raise ValueError(f"training.{key}: expected {value!r}, got {got!r}; {reason}")
-    _check_numbers(training, is_stream=is_stream)
+    _check_numbers(training, is_stream=any(source.streaming for source in run.data.sources))
+    is_annealed = run.h_exp is not None and run.h_exp.start != run.h_exp.end
     _check_best_model(training, is_annealed=is_annealed)
     optim = str(training.get("optim", "adamw_torch"))
     if optim.startswith("schedule_free"):
@@ -144,7 +134,7 @@ def checked_training(
             f"{pairs!r}. The betas have keys: training.adam_beta1 and training.adam_beta2"
         )
     is_adamw = optim in ("adamw_torch", "adamw_torch_fused")
-    if has_bfloat16 and not is_adamw:
+    if run.model.unfreeze.dtype == "bfloat16" and not is_adamw:
         raise ValueError(
             f"training.optim: expected adamw_torch for bfloat16 weights, got {optim!r}. "
             "Or set model.unfreeze.dtype: float32"
