@@ -22,7 +22,6 @@ from transformers import (
     Trainer,
     TrainerCallback,
     TrainingArguments,
-    get_wsd_schedule,
 )
 from transformers.trainer_utils import (
     EvalLoopOutput,
@@ -386,21 +385,13 @@ class HarmonicTrainer(ResumableTrainer):
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """Turn the ratios into whole steps, unless the schedule is one of transformers' own."""
         schedule = self.run_config.schedule
-        if schedule is None or self.lr_scheduler is not None:
+        if schedule is None:
             return super().create_scheduler(num_training_steps, optimizer)
-        optimizer = self.optimizer if optimizer is None else optimizer
-        assert optimizer is not None, "transformers makes it first"
         fixed = self.args.get_warmup_steps(num_training_steps)
         warmup, decay = schedule.phase_steps(num_training_steps, warmup_steps=fixed)
-        self.lr_scheduler = get_wsd_schedule(
-            optimizer,
-            num_warmup_steps=warmup,
-            num_decay_steps=decay,
-            num_training_steps=num_training_steps,
-            decay_type=schedule.decay,
-        )
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
+        phases = {"num_decay_steps": decay, "decay_type": schedule.decay}
+        with changed(self.args, warmup_steps=warmup, lr_scheduler_kwargs=phases):
+            return super().create_scheduler(num_training_steps, optimizer)
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(
