@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -283,22 +283,6 @@ def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
     model.config.to_json_file(folder / "config.json")
     state = {name: value.contiguous() for name, value in trained_state(model).items()}
     save_file(state, folder / RESUME_FILE, {"format": "pt"})
-
-
-def load_exactly_(
-    model: HarmonicHeadModel, saved: dict[str, Tensor], folder: Path, *, names: Collection[str]
-) -> None:
-    """Load the trained tensors of a checkpoint into a model that has the weights of its base.
-
-    They have to be all of `names`, which the model trains, and no others.
-    """
-    different = sorted(saved.keys() ^ set(names))
-    if different:
-        raise ValueError(
-            f"resume: expected the tensors that this run trains, got {str(folder)!r} with others, "
-            f"such as {different[0]!r}. Resume with the settings of the run that saved it"
-        )
-    model.load_state_dict(saved, strict=False)
 
 
 def check_frozen(model: HarmonicHeadModel, folder: Path) -> None:

@@ -184,7 +184,18 @@ def _measure_before(
         if before.get("calibration") is not None:
             apply_fit_(trainer, before["calibration"])
         return before
-    before = _evaluate_before(trainer, data, is_new=checkpoint is None)
+    swap, fit = measure_swap(trainer, data)
+    counts = data.unigram_counts
+    unigrams = None if counts is None else unigram_loss(eval_labels(data), counts)
+    if checkpoint is None:
+        check_base(run, data, swap, unigrams)
+    before = {
+        "before": evaluate(trainer, "before"),
+        "swap": swap,
+        "calibration": fit,
+        "unigram_loss": unigrams,
+        "neighbors_before": _neighbors(trainer, data),
+    }
     state = PartialState()
     state.wait_for_everyone()
     if state.is_main_process:
@@ -199,22 +210,6 @@ def _measure_before(
         )
         write_results(path.parent, path.stem, before)
     return before
-
-
-def _evaluate_before(trainer: HarmonicTrainer, data: LoadedData, *, is_new: bool) -> dict[str, Any]:
-    swap, fit = measure_swap(trainer, data)
-    counts = data.unigram_counts
-    unigrams = None if counts is None else unigram_loss(eval_labels(data), counts)
-    if is_new:
-        check_base(trainer.run_config, data, swap, unigrams)
-    metrics = evaluate(trainer, "before")
-    return {
-        "before": metrics,
-        "swap": swap,
-        "calibration": fit,
-        "unigram_loss": unigrams,
-        "neighbors_before": _neighbors(trainer, data),
-    }
 
 
 def _neighbors(trainer: HarmonicTrainer, data: LoadedData) -> dict[str, list[str]]:
