@@ -288,6 +288,9 @@ def _compare(options: argparse.Namespace) -> None:
     from harmonic_sft.training.report import compare_runs, names_of
 
     paths = [folder / "results" / "train.json" for folder in options.folders]
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"compare: expected a finished run, got no {path}")
     named = zip(names_of(options.folders), paths, strict=True)
     keys = ("config", "steps", "before", "final")
     runs = [{**read_results(path, *keys), "run": name} for name, path in named]

@@ -311,7 +311,7 @@ def test_bad_input_is_one_line_and_status_one(tmp_path, tiny_base, capsys):
     cases = {
         ("train", str(tmp_path / "no.yaml")): "error: config file: expected an existing file",
         ("data", str(DEMO), "training.max_stepz=3"): "error: training.max_stepz: expected one of",
-        ("compare", str(tmp_path), "a=b"): "error: results: expected an existing JSON file, got",
+        ("compare", str(tmp_path), "a=b"): "error: compare: expected a finished run, got no",
         ("compare", str(tmp_path / "damaged")): f"error: {results}: expected config, steps, before",
         ("train", 300 * "x"): "error: config file: expected a file or a shipped configuration",
         ("data", str(tmp_path / "mine")): f"error: {tmp_path / 'mine'}: expected",

@@ -530,7 +530,11 @@ def _settings(
         settings["data"].setdefault("context_length", longest)
     data = parse(DataConfig, settings["data"], "data")
     training = check_fields(TrainingArguments, settings.get("training") or {}, "training")
-    training.setdefault("per_device_eval_batch_size", 8)
+    size = training.setdefault("per_device_eval_batch_size", 8)
+    if size < 1:
+        raise ValueError(
+            f"training.per_device_eval_batch_size: expected a number above 0, got {size}"
+        )
     return data, training
 
 

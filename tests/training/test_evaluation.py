@@ -589,6 +589,7 @@ def test_an_empty_list_of_documents_and_no_tokenizer_are_named(run_copy, capsys)
             r"expected overrides of data or \['training.per_dev.*, got \['training'\]",
         ),
         ("training.bf16_full_eval=true", r"got \['training.bf16_full_eval'\]"),
+        ("training.per_device_eval_batch_size=0", "expected a number above 0, got 0"),
         ("data.eval=3", "^data.eval: expected"),
         ("data.sources=x", "^data.sources: expected"),
         ("data.eval={documents: x, seed: y}", "^data.eval.documents: .*\\ndata.eval.seed: "),
