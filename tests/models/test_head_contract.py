@@ -13,7 +13,6 @@ from transformers import BertConfig
 
 from harmonic_sft.losses import CrossEntropyLoss
 from harmonic_sft.models import HEADS, DistLayer, HarmonicConfig, HarmonicForMaskedLM, build_head
-from harmonic_sft.models.head import dense_logits
 from harmonic_sft.models.heads import heads_in
 from tests.head_definitions import definition
 from tests.head_variants import VARIANTS, D, V, moved_head
@@ -99,16 +98,6 @@ def test_logits_are_float32_under_autocast(name):
 
 
 @every_head
-def test_a_float64_head_keeps_float64(name):
-    head, states, labels = make(name, dtype=torch.float64)
-    assert head(states).dtype == torch.float64
-    assert head.nll(states, labels).dtype == torch.float64
-    exact, rounded = head(states), head.float()(states.float())
-    torch.testing.assert_close(rounded.double(), exact, rtol=1e-3, atol=1e-3)
-    assert not torch.equal(rounded.double(), exact)
-
-
-@every_head
 def test_a_cast_to_16_bits_leaves_parameters_in_float32(name):
     head, states, _ = make(name)
     expected = head(states)
@@ -141,15 +130,6 @@ def test_gradients_are_finite_far_out_and_without_a_direction(name, norm):
     assert all(gradient.isfinite().all() for gradient in found)
     if norm == 0:
         assert all(gradient.abs().max() < 1e4 for gradient in found)
-
-
-@every_head
-def test_every_parameter_learns(name):
-    head, states, labels = make(name)
-    head.nll(states, labels).sum().backward()
-    for key, parameter in head.named_parameters():
-        assert parameter.grad is not None, key
-        assert parameter.grad.abs().max() > 0, key
 
 
 @every_head
@@ -202,19 +182,6 @@ def test_settings_rebuild_the_head(name):
 
 
 @every_head
-def test_the_form_gives_the_logits(name):
-    head, states, _ = make(name)
-    form = head.lazy_logits(states)
-    if form is None:
-        assert type(head).forward is not type(LINEAR).forward, "no form, and no forward pass"
-        return
-    torch.testing.assert_close(dense_logits(form), head(states))
-
-
-LINEAR = build_head({"name": "linear"}, hidden_size=2, vocab_size=2)
-
-
-@every_head
 @pytest.mark.parametrize("impl", ["auto", "chunked"])
 def test_the_fused_loss_is_the_heads_own(name, impl):
     head, states, labels = make(name)
@@ -225,18 +192,6 @@ def test_the_fused_loss_is_the_heads_own(name, impl):
     pairs = zip(gradients(found, head, states), gradients(expected, head, states), strict=True)
     for actual, wanted in pairs:
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max())
-
-
-@every_head
-def test_permuted_tokens_give_permuted_logits(name):
-    head, states, _ = make(name)
-    order, rows = torch.randperm(V), torch.randperm(N)
-    expected = head(states)[rows][:, order]
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if len(parameter.shape) and len(parameter) == V:
-                parameter.copy_(parameter[order].clone())
-    torch.testing.assert_close(head(states[rows]), expected, rtol=1e-4, atol=1e-4)
 
 
 @every_head
@@ -271,27 +226,10 @@ def test_settings_are_checked_without_storage_whatever_the_width(name):
     assert head.settings()["name"] == VARIANTS[name]["name"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dist mahalanobis off the sphere",
-        "vmf per class",
-        "l2",
-        "power",
-        "rotation",
-        "rotation of multi_head",
-    ],
-)
-def test_a_saved_model_keeps_its_head(name, tmp_path):
+def small_model():
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     backbone = BertConfig(vocab_size=V, hidden_size=D, **sizes)
-    model = HarmonicForMaskedLM(HarmonicConfig(text_config=backbone, head=VARIANTS[name])).eval()
-    model.dist_head = make(name)[0]
-    model.save_pretrained(tmp_path)
-    again = HarmonicForMaskedLM.from_pretrained(tmp_path)
-    assert again.dist_head.settings() == model.dist_head.settings()
-    input_ids = torch.arange(2, 12).view(2, 5)
-    assert torch.equal(again(input_ids).logits, model(input_ids).logits)
+    return HarmonicForMaskedLM(HarmonicConfig(text_config=backbone))
 
 
 class Mirrored(DistLayer):
@@ -313,9 +251,7 @@ class Unnamed(DistLayer):
     [(Mirrored, "dist", False), (Mirrored, "dist", True), (Unnamed, "unnamed", False)],
 )
 def test_a_head_that_would_be_loaded_as_another_is_not_saved(own, said, outer, tmp_path):
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    backbone = BertConfig(vocab_size=V, hidden_size=D, **sizes)
-    model = HarmonicForMaskedLM(HarmonicConfig(text_config=backbone))
+    model = small_model()
     model.dist_head = make("rotation")[0] if outer else own(D, V)
     if outer:
         model.dist_head.inner = own(D, V)
@@ -329,9 +265,7 @@ def test_a_head_that_would_be_loaded_as_another_is_not_saved(own, said, outer, t
 
 def test_a_head_that_is_sharded_is_saved(tmp_path):
     """Without several processes: `fully_shard` makes a class in this way."""
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    backbone = BertConfig(vocab_size=V, hidden_size=D, **sizes)
-    model = HarmonicForMaskedLM(HarmonicConfig(text_config=backbone))
+    model = small_model()
     model.dist_head.__class__ = type("FSDPDistLayer", (FSDPModule, DistLayer), {})
     model.save_pretrained(tmp_path)
     assert type(HarmonicForMaskedLM.from_pretrained(tmp_path).dist_head) is DistLayer

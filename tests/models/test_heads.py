@@ -96,3 +96,14 @@ def test_many_near_pairs_stay_finite(monkeypatch):
     assert states.grad.isfinite().all()
     rows, _, are_all = seen[0]
     assert (len(rows), are_all) == (8 * 300, False)
+
+
+def test_a_fresh_mahalanobis_head_of_a_diagonal_is_the_euclidean_one():
+    torch.manual_seed(1)
+    head = DistLayer(D, V, metric="mahalanobis")
+    euclidean = DistLayer(D, V)
+    euclidean.load_state_dict({"weight": head.weight})
+    states = torch.randn(N, D)
+    torch.testing.assert_close(head(states), euclidean(states), rtol=1e-4, atol=1e-5)
+    low_rank = DistLayer(D, V, metric="mahalanobis", rank=2)
+    assert 0 < low_rank.factor.norm() < 1
