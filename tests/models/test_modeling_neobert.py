@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from torch.nn.attention import varlen
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
 
-from harmonic_sft.models import modeling_neobert
 from harmonic_sft.models.configuration_neobert import NeoBERTConfig
 from harmonic_sft.models.modeling_neobert import (
     NeoBERTForMaskedLM,
@@ -82,32 +81,6 @@ def test_auto_classes_load_the_published_layout_without_remote_code(neobert_base
         assert type(model) is model_class
         assert not any(report.values()), report
         assert difference(model(**inputs)[key], expected[key]) < 1e-4
-
-
-READER = """
-import sys
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForMaskedLM
-folder, inputs = sys.argv[1:]
-model, report = AutoModelForMaskedLM.from_pretrained(
-    folder, trust_remote_code=True, output_loading_info=True
-)
-assert not any(report.values()), report
-save_file({"logits": model(**load_file(inputs)).logits.detach()}, folder + "/logits.safetensors")
-"""
-
-
-def test_a_process_without_the_package_gives_the_same_logits(
-    load, tmp_path, monkeypatch, elsewhere
-):
-    monkeypatch.setattr(NeoBERTConfig, "_auto_class", "AutoConfig")
-    monkeypatch.setattr(NeoBERTForMaskedLM, "_auto_class", "AutoModelForMaskedLM")
-    model = load()
-    model.save_pretrained(tmp_path)
-    elsewhere(READER, tmp_path, NEOBERT / "inputs.safetensors")
-    logits = load_file(tmp_path / "logits.safetensors")["logits"]
-    assert difference(logits, tensors("outputs")["logits"]) < 1e-4
-    assert torch.equal(logits, model(**tensors("inputs")).logits)
 
 
 @pytest.mark.parametrize(
@@ -192,23 +165,13 @@ def test_loss_is_the_mean_over_labels_or_the_sum_over_the_given_count(load):
 
 
 @torch.no_grad()
-def test_a_cast_to_bfloat16_leaves_rope_intact(load, monkeypatch):
+def test_a_cast_to_bfloat16_leaves_rope_intact(load):
     model, inputs = load(), tensors("inputs_nopad")
     logits = tensors("outputs_nopad")["logits"]
 
-    def relative_error() -> float:
-        return ((model(**inputs).logits.float() - logits).norm() / logits.norm()).item()
-
     model.to(torch.bfloat16)
-    assert relative_error() < 0.05
-    # The bug guarded against: casting a complex table drops its imaginary part.
-    real_part = rotary_embedding
-    monkeypatch.setattr(
-        modeling_neobert,
-        "rotary_embedding",
-        lambda *args: (real_part(*args)[0], torch.zeros_like(real_part(*args)[1])),
-    )
-    assert relative_error() > 0.3
+    error = (model(**inputs).logits.float() - logits).norm() / logits.norm()
+    assert error < 0.05  # 0.3 and more where a cast of complex tables drops their imaginary parts
 
 
 # Deprecated in transformers 5.23 for a name that 5.17 does not have.
