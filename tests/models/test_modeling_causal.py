@@ -196,15 +196,6 @@ def test_every_way_to_generate(bases, family):
     assert torch.equal(static, greedy)
 
 
-def test_logits_of_beams_are_those_of_the_head(bases):
-    model = make(bases)
-    found = model.generate(ROWS, output_logits=True, return_dict_in_generate=True, **LENGTH)
-    with torch.no_grad():
-        logits = model(input_ids=found.sequences).logits
-    for step, scores in enumerate(found.logits):
-        torch.testing.assert_close(scores, logits[:, 9 + step], atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its own compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(

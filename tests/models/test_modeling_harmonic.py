@@ -47,6 +47,7 @@ def batch(seed=0):
 def test_layers_that_go_with_the_old_head_are_named(bases, tmp_path, caplog):
     model = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "dist"})
     assert f"base {bases / 'bert'}: its own head also has a dense layer and a norm" in caplog.text
+    assert "To keep them write head: {name: transform, inner: {name: dist, ...}}" in caplog.text
     model.save_pretrained(tmp_path / "ours")  # which has none
     for name in ("cosine", "rotation"):
         own = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": name})
@@ -153,20 +154,11 @@ def test_an_exponent_is_below_zero_and_of_a_distance_head(bases, tmp_path):
     model.dist_head.h_exp = -5.5
     model.save_pretrained(tmp_path)
     assert HarmonicConfig.from_pretrained(tmp_path).h_exp == -5.5
+    assert HarmonicForMaskedLM.from_pretrained(tmp_path).dist_head.inner.h_exp == -5.5
     assert HarmonicConfig(head={"name": "rotation", "inner": None}).h_exp is None
     linear = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "linear"})
     with pytest.raises(ValueError, match="h_exp: expected a dist head, got linear"):
         linear.h_exp = -3.0
-
-
-def test_our_classes_load_a_saved_folder(bases, tmp_path):
-    model = HarmonicForMaskedLM.from_base(str(bases / "bert"), revision=None)
-    model.h_exp = -5.0
-    model.save_pretrained(tmp_path)
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert type(again) is HarmonicForMaskedLM
-    assert again.h_exp == again.dist_head.h_exp == again.config.h_exp == -5.0
-    assert type(AutoModel.from_pretrained(tmp_path)) is HarmonicModel
 
 
 CHANGES = {
@@ -488,8 +480,9 @@ def test_packed_rows_reach_the_model_through_a_plain_trainer(bases, tmp_path):
 def test_a_configuration_may_ask_for_all_hidden_states(bases, tmp_path):
     HarmonicForMaskedLM.from_base(str(bases / "bert")).save_pretrained(tmp_path)
     inputs = batch()
-    for loader in (AutoModel, AutoModelForMaskedLM):
+    for loader, kind in ((AutoModel, HarmonicModel), (AutoModelForMaskedLM, HarmonicForMaskedLM)):
         model = loader.from_pretrained(tmp_path, output_hidden_states=True)
+        assert type(model) is kind
         assert len(model(inputs["input_ids"]).hidden_states) == 1 + SIZES["num_hidden_layers"]
         assert model(inputs["input_ids"], output_hidden_states=False).hidden_states is None
 

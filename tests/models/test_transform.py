@@ -138,13 +138,6 @@ def test_another_head_is_put_behind_the_bases_layers(base, family, tmp_path, cap
     again = HarmonicForMaskedLM.from_pretrained(tmp_path)
     for loaded in (again, HarmonicForMaskedLM.from_base(tmp_path, head=BEHIND)):
         torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
-    HarmonicForMaskedLM.from_base(tmp_path, head={"name": "dist"})
-    assert "its own head also has a dense layer and a norm" in caplog.text
-
-
-def test_a_head_without_them_says_what_to_write(base, caplog):
-    HarmonicForMaskedLM.from_base(base("bert"), head={"name": "dist"})
-    assert "To keep them write head: {name: transform, inner: {name: dist, ...}}" in caplog.text
 
 
 def test_a_base_of_two_tasks_gives_the_one_of_tokens(tmp_path):
