@@ -1,7 +1,6 @@
 """Chunked and reference losses against dense float64, through every option, dtype and shape."""
 
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -68,9 +67,9 @@ def one_thread():
 class Inputs:
     """Leaves of one case, and what the loss makes of them."""
 
-    def __init__(self, option, shape, kind, h_exp, dtype=torch.float64, seed=0):
+    def __init__(self, option, shape, kind, h_exp, dtype=torch.float64):
         num_tokens, num_classes, hidden_size = shape
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
 
         def normal(*size):
             return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype)
@@ -228,24 +227,6 @@ def test_the_reference_equals_dense_float64(option, kind):
     assert_metrics_near(metrics, expected_metrics, inputs, 1e-10)
     for pair in zip(gradients_of(loss, inputs.leaves), inputs.dense_gradients(), strict=True):
         assert_near(*pair, 1e-10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("option", ["plain", "all", "soft target", "recompute"])
-def test_gradients_pass_gradcheck(option, kind):
-    inputs = Inputs(option, (4, 6, 3), kind, -2.3, seed=1)
-    hidden_states, prototypes = inputs.hidden_states, inputs.prototypes
-
-    def loss(hidden_states, prototypes, *learned):
-        inputs.hidden_states, inputs.prototypes = hidden_states, prototypes
-        learned = list(learned)
-        bias = inputs.options.class_bias
-        if bias is not None and bias.requires_grad:
-            inputs.options = replace(inputs.options, class_bias=learned.pop(0))
-        inputs.h_exp = learned.pop(0) if learned else inputs.h_exp
-        return inputs.loss()
-
-    assert torch.autograd.gradcheck(loss, (hidden_states, prototypes, *inputs.leaves[2:]))
 
 
 UPSTREAM = {
