@@ -38,6 +38,7 @@ TASKS = {
     "sequence": HarmonicForSequenceClassification,
     "token": HarmonicForTokenClassification,
 }
+AUTOS = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
 CLASS_TASKS = ("QuestionAnswering", "SequenceClassification", "TokenClassification")
 PEFT_TASKS = {  # in PEFT and in transformers
     "QUESTION_ANS": AutoModelForQuestionAnswering,
@@ -221,12 +222,16 @@ def test_other_problems_than_one_class_of_several_are_refused(base, tmp_path, ta
 def test_a_masked_model_of_ours_is_a_base_and_a_classifier_keeps_its_head(base, tmp_path):
     masked = HarmonicForMaskedLM.from_base(base)
     masked.save_pretrained(tmp_path / "masked")
-    first = make(str(tmp_path / "masked"))
+    first = make(str(tmp_path / "masked"), pooling="cls")
     expected = masked.model(**batch()).last_hidden_state
     assert torch.equal(first.model(**batch()).last_hidden_state, expected)
     first.save_pretrained(tmp_path / "classifier")
-    kept = make(str(tmp_path / "classifier"), init="base_head")
+    kept = make(str(tmp_path / "classifier"), init="base_head").train()
     assert torch.equal(kept.dist_head.weight, first.dist_head.weight)
+    assert kept.config.pooling == "cls"
+    assert make(str(tmp_path / "classifier")).config.pooling == "mean"
+    kept.dist_head.requires_grad_(False)
+    kept(**batch())  # a new head would have to be trained
     for labels in (["dog", "cat", "eel"], ["cat", "dog"]):
         with pytest.raises(
             ValueError, match=r"init base_head: expected the labels of base .* 'eel'"
@@ -281,30 +286,23 @@ def test_published_classifiers_need_no_package(base, tmp_path, check_elsewhere, 
     assert [score for _, _, score in words] == pytest.approx(each.max(-1).values.tolist(), rel=1e-4)
 
 
-def test_our_classes_load_a_saved_folder(base, tmp_path):
-    autos = (AutoModelForSequenceClassification, AutoModelForTokenClassification)
-    for task, auto in zip(TASKS, autos, strict=True):
-        model = make(base, task)
-        model.h_exp = -5.0
-        model.save_pretrained(tmp_path / task)
-        again = auto.from_pretrained(tmp_path / task)
-        assert type(again) is TASKS[task]
-        assert again.h_exp == -5.0
-        assert again.config.id2label == dict(enumerate(LABELS))
-    assert type(HarmonicModel.from_pretrained(tmp_path / "token")) is HarmonicModel
-
-
 @pytest.mark.parametrize(("task", "family"), [("sequence", "bert"), ("token", "neobert")])
 def test_a_partial_classifier_is_completed_from_its_base(bases, tmp_path, cache_repo, task, family):
     commit = cache_repo("me/base", bases / family)
     model = make("me/base", task, dtype=torch.bfloat16)
+    model.h_exp = -5.0
     assert model.config.base_revision == commit
     model.config.trained_parameters = ["dist_head.weight"]
     model.save_pretrained(tmp_path / "full")
     write_partial(tmp_path / "full", tmp_path / "part")
-    found, expected = (TASKS[task].from_pretrained(tmp_path / form) for form in ("part", "full"))
+    found, expected = (AUTOS[task].from_pretrained(tmp_path / form) for form in ("part", "full"))
+    for one in (found, expected):
+        assert type(one) is TASKS[task]
+        assert one.config.id2label == dict(enumerate(LABELS))
+        assert one.h_exp == -5.0
     with torch.no_grad():
         assert torch.equal(found(**batch()).logits, expected(**batch()).logits)
+    assert type(HarmonicModel.from_pretrained(tmp_path / "full")) is HarmonicModel
     assert not HarmonicConfig.from_pretrained(tmp_path / "full").partial
 
 
@@ -605,18 +603,3 @@ def test_a_trained_head_of_an_adapter_is_loaded_again(published, tmp_path, monke
     torch.testing.assert_close(again(**batch()).logits, model.eval()(**batch()).logits)
     with pytest.raises(ValueError, match=r"got one of type None.* an adapter .* AutoModelFor"):
         sequence.from_pretrained(tmp_path)
-
-
-def test_a_classifier_that_is_trained_on_keeps_its_pooling(base, tmp_path):
-    make(base, pooling="cls").save_pretrained(tmp_path)
-    again = TASKS["sequence"].from_base(str(tmp_path), labels=LABELS, init="base_head")
-    assert again.config.pooling == "cls"
-    new = TASKS["sequence"].from_base(str(tmp_path), labels=LABELS)
-    assert new.config.pooling == "mean"
-
-
-def test_the_head_of_a_base_may_be_frozen(base, tmp_path):
-    make(base).save_pretrained(tmp_path)
-    kept = make(str(tmp_path), init="base_head").train()
-    kept.dist_head.requires_grad_(False)
-    kept(**batch())
