@@ -31,11 +31,6 @@ def make(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def test_the_demo_ends_with_the_interval_of_its_loss():
-    printed = make("--dry-run", "demo", cwd=ROOT).stdout
-    assert printed.splitlines()[-1] == ".venv/bin/harmonic-sft eval runs/demo"
-
-
 @pytest.mark.parametrize("browsers", BROWSERS)
 def test_either_browser_will_do(browsers, programs, tmp_path):
     for name in browsers:

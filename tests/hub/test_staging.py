@@ -255,26 +255,21 @@ def test_what_is_published_is_utf_8_in_every_locale(staged, run_copy, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("factor", "message"),
     [
-        (lambda table: table.index_fill(0, torch.tensor(3), torch.nan), "finite .* dist_head.wei"),
-        (torch.zeros_like, "all prototypes are equal"),
-        (lambda table: 3 * table, "109 of 109 prototypes are off the unit sphere"),
-        (lambda table: 1.5 * table.index_fill(0, torch.tensor(3), 0), None),
+        (torch.nan, "finite .* dist_head.wei"),
+        (0.0, "all prototypes are equal"),
+        (3.0, "109 of 109 prototypes are off the unit sphere"),
     ],
 )
 def test_weights_that_predict_nothing_are_not_published(
-    staged, run_copy, tmp_path, damage, message
+    staged, run_copy, tmp_path, factor, message
 ):
-    key = "dist_head.weight"
-    change_weights(
-        run_copy / "model.safetensors",
-        lambda weights: weights.update({key: damage(weights[key])}),
-    )
-    expected = nullcontext() if message is None else pytest.raises(ValueError, match=message)
-    with expected:
+    path = run_copy / "model.safetensors"
+    change_weights(path, lambda weights: weights["dist_head.weight"].mul_(factor))
+    with pytest.raises(ValueError, match=message):
         staged(folder=run_copy)
-    assert (tmp_path / "full" / "README.md").exists() == (message is None)
+    assert not (tmp_path / "full" / "README.md").exists()
 
 
 def test_frozen_weights_that_are_not_finite_are_not_published(staged, run_copy):

@@ -201,16 +201,12 @@ def test_autocast_changes_nothing(name):
 def test_labels_that_are_no_classes_are_refused(name, variant):
     loss, head, states, labels = build(name, variant)
     labels[:2] = torch.tensor([0, -1])
-    with pytest.raises(ValueError, match=rf"^labels: expected values from 0 to {V - 1}, got -1 to"):
-        loss(head, states, labels)
-
-
-@pytest.mark.parametrize("variant", HEADS)
-def test_the_definition_refuses_labels_that_are_no_classes(variant):
-    head = build_head(VARIANTS[variant], hidden_size=D, vocab_size=V)
-    loss = make({**CE, "impl": "reference"})
-    with pytest.raises(ValueError, match=rf"^labels: expected values from 0 to {V - 1}, got -100"):
-        loss(head, torch.randn(2, D), torch.tensor([0, -100]))
+    definitions = [make({**CE, "impl": "reference"})] if name == "cross_entropy" else []
+    for one in (loss, *definitions):
+        with pytest.raises(
+            ValueError, match=rf"^labels: expected values from 0 to {V - 1}, got -1 t"
+        ):
+            one(head, states, labels)
 
 
 def test_prepare_refuses_heads_that_do_not_fit():

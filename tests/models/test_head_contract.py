@@ -217,15 +217,6 @@ def test_a_head_without_storage_is_filled_by_reset_parameters(name):
     assert head(torch.randn(N, D)).isfinite().all()
 
 
-@every_head
-def test_settings_are_checked_without_storage_whatever_the_width(name):
-    """As the configuration of a run does, before it knows the sizes."""
-    with torch.device("meta"):
-        head = build_head(VARIANTS[name], hidden_size=2_882_880, vocab_size=2)
-    assert head.weight.shape == (2, 2_882_880)
-    assert head.settings()["name"] == VARIANTS[name]["name"]
-
-
 def small_model():
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     backbone = BertConfig(vocab_size=V, hidden_size=D, **sizes)

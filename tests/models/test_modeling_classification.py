@@ -165,18 +165,6 @@ def test_answers_outside_of_a_row_are_not_scored(base, outside):
     nothing.backward()  # a batch of a training
 
 
-def test_the_loss_function_is_the_one_that_was_set(base):
-    model, seen = make(base), []
-
-    def loss_fn(head, hidden_states, labels):
-        seen.append((tuple(hidden_states.shape), labels.tolist()))
-        return head.nll(hidden_states, labels)
-
-    model.loss_fn = loss_fn
-    model(**batch(), labels=torch.tensor([2, -100, 0]))
-    assert seen == [((2, 32), [2, 0])]
-
-
 def test_labels_are_in_the_configuration(base):
     model = make(base)
     assert model.config.id2label == dict(enumerate(LABELS))
