@@ -8,7 +8,7 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from harmonic_sft.ops import distance_cross_entropy_with_metrics, tiles
+from harmonic_sft.ops import tiles
 from harmonic_sft.ops.workers import cpu_workers
 from tests.ops import fused
 from tests.ops.fused import KINDS
@@ -160,9 +160,12 @@ def test_a_token_that_is_not_a_number_spoils_itself_alone(kind):
     hidden_states, prototypes, labels = make_inputs()
     hidden_states[3, 2] = torch.nan
     leaves = [hidden_states.requires_grad_(), prototypes]
-    loss = loss_of(kind, *leaves, labels)
+    loss, metrics = fused.with_metrics_of(kind, *leaves, labels, h_exp=-3.5)
     loss.sum().backward()
     others = torch.arange(len(labels)) != 3
+    for metric in (metrics.entropy, metrics.log_probs):
+        assert metric[3].isnan()
+        assert metric[others].isfinite().all()
     for actual, wanted in ((loss.detach(), expected[0]), (hidden_states.grad, expected[1])):
         assert actual[3].isnan().all()
         torch.testing.assert_close(actual[others], wanted[others])
@@ -178,15 +181,6 @@ def test_prototypes_that_are_not_numbers_spoil_every_token(kind):
     found = torch.autograd.grad(loss.sum(), leaves)
     assert loss.isnan().all()
     assert found[0].isnan().any(1).all()
-
-
-def test_metrics_of_what_is_not_a_number_end():
-    hidden_states, prototypes, labels = make_inputs()
-    hidden_states[0] = torch.nan
-    _, metrics = distance_cross_entropy_with_metrics(hidden_states, prototypes, labels, h_exp=-3.0)
-    assert metrics.entropy[0].isnan()
-    assert metrics.log_probs[0].isnan()
-    assert metrics.entropy[1:].isfinite().all()
 
 
 def _send(connection):
