@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from harmonic_sft.models import MultiHead
 from tests.head_definitions import definition, slices
@@ -59,24 +58,6 @@ def test_a_hopeless_loss_stays_finite():
     assert loss.isfinite().all()
     assert states.grad.isfinite().all()
     assert states.grad.abs().max() > 0
-
-
-@pytest.mark.parametrize("inner", ["cosine", "sphere"])
-def test_every_slice_lives_on_a_sphere_of_its_own(inner):
-    head, states, _ = make(inner, 3)
-    before = head(states)
-    norms = head.prototypes.unflatten(-1, (3, -1)).norm(dim=-1)
-    torch.testing.assert_close(norms, torch.ones(V, 3))
-    head.renormalize_()
-    expected = F.normalize(head.weight.detach().view(V, 3, 8), dim=-1).view(V, D)
-    torch.testing.assert_close(head.prototypes.detach(), expected)
-    torch.testing.assert_close(head.weight.view(V, 3, 8).norm(dim=-1), torch.ones(V, 3))
-    torch.testing.assert_close(head(states), before, rtol=1e-4, atol=1e-4)
-    embeddings = torch.randn(V, D)
-    embeddings[4] = 0  # a padding token: no direction
-    head.initialize_(embeddings)
-    torch.testing.assert_close(head.weight.view(V, 3, 8).norm(dim=-1), torch.ones(V, 3))
-    torch.testing.assert_close(head.weight[0, :8], F.normalize(embeddings[0, :8], dim=-1))
 
 
 def test_prototypes_tied_in_16_bits_are_normalized_in_float32():

@@ -6,7 +6,6 @@ from torch.utils.checkpoint import checkpoint
 
 from harmonic_sft.models import LinearHead, build_head
 from harmonic_sft.ops.dense_chunks import by_chunks
-from harmonic_sft.training.preview import LiveBytes
 from tests.ops.fused import assert_same
 
 V, D = 12, 6
@@ -126,16 +125,3 @@ def test_other_than_one_label_for_each_row_is_refused():
     head, states, _ = problem()
     with pytest.raises(ValueError, match=r"^labels: expected 7, one for each row, got 2$"):
         by_chunks(nll, head, states, torch.tensor([1, 2]))
-
-
-def test_memory_is_that_of_a_chunk():
-    head = LinearHead(8, 1000)
-    states, labels = torch.randn(512, 8, requires_grad=True), torch.randint(1000, (512,))
-    peaks = {}
-    for rows in (16, 512):
-        with LiveBytes() as live:
-            by_chunks(nll, head, states, labels, rows=rows).sum().backward()
-        peaks[rows] = live.peak
-    logits = 4 * 1000  # of one row
-    assert peaks[512] > 2 * 512 * logits
-    assert peaks[16] < 10 * 16 * logits
