@@ -241,6 +241,20 @@ def test_a_bias_of_minus_infinity_masks_a_class(kind, masked, learned):
     torch.testing.assert_close(metrics.predictions, kept[expected_metrics.predictions])
 
 
+@pytest.mark.parametrize("unit_sphere", [False, True])
+def test_frozen_prototypes_that_change_give_another_loss(unit_sphere):
+    prototypes = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    inputs = (prototypes[:3] + 0.5, prototypes, torch.tensor([0, 1, 5]))
+    for _ in range(3):
+        loss, expected = (
+            distance_cross_entropy(*inputs, h_exp=-3.0, unit_sphere=unit_sphere, impl=impl)
+            for impl in ("chunked", "reference")
+        )
+        torch.testing.assert_close(loss, expected)
+        prototypes.data.mul_(1.5)  # which no version counter sees
+        prototypes[5] *= 1.5
+
+
 @pytest.mark.parametrize("kind", ["euclidean", "sphere"])
 @pytest.mark.parametrize("shift", [0.0, 2.0, 9.0])
 def test_without_a_look_a_mean_that_does_not_dominate_is_zero(kind, shift):
