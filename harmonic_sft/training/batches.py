@@ -344,4 +344,4 @@ def last_batch_rows(loader: Any, args: TrainingArguments) -> int:
     sampler = loader.batch_sampler
     if args.dataloader_drop_last or not isinstance(sampler, BatchSamplerShard):
         return 0
-    return len(sampler.batch_sampler.sampler) % (args.per_device_train_batch_size * args.world_size)
+    return len(sampler.batch_sampler.sampler) % rows_at_once(args)

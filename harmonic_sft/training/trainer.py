@@ -59,6 +59,7 @@ from harmonic_sft.training.callbacks import (
     not_finite,
     place_events_,
 )
+from harmonic_sft.training.checkpoints import rows_at_once
 from harmonic_sft.training.master_weights import (
     MasterWeightsAdamW,
     average_gradients,
@@ -365,7 +366,7 @@ class HarmonicTrainer(ResumableTrainer):
             logger.warning(
                 "The last batches of an epoch score %d rows again, so that all %d processes have "
                 "as many. dataloader_drop_last=True leaves these batches out.",
-                args.per_device_train_batch_size * args.world_size - num_rows,
+                rows_at_once(args) - num_rows,
                 args.world_size,
             )
         rows = loader.dataset
@@ -648,7 +649,7 @@ class HarmonicTrainer(ResumableTrainer):
 
 def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
     """Refuse rows of which `dataloader_drop_last` leaves no batch."""
-    size = args.per_device_train_batch_size * args.world_size
+    size = rows_at_once(args)
     if args.dataloader_drop_last and isinstance(rows, Sized) and len(rows) < size:
         raise ValueError(
             f"training.dataloader_drop_last: expected false, got true with {len(rows)} rows "
