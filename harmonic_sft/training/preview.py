@@ -103,19 +103,13 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(result):
-            if storage._cdata not in given:
-                self._count(storage)
+            key, size = storage._cdata, storage.nbytes()
+            if key not in given and key not in self._seen:
+                self._seen.add(key)
+                self._live += size
+                self.peak = max(self.peak, self._live)
+                weakref.finalize(storage, self._forget, key, size)
         return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        size = storage.nbytes()
-        self._live += size
-        self.peak = max(self.peak, self._live)
-        weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
         self._seen.discard(key)
