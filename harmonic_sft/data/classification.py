@@ -48,6 +48,11 @@ def class_labels(
     has_numbers = has_numbers and names is not None and not any(map(_is_integer, names))
     if has_numbers and places.keys().isdisjoint(map(str, labels)):
         places = {str(number): number for number in range(len(classes))}
+        logger.warning(
+            "data.label_column: integers are taken for the model's numbers of its classes, %s. "
+            "Where those of the data are others, write names.",
+            _shown([f"{number} is {name}" for number, name in enumerate(classes)]),
+        )
     number_of = {label: places.get(str(label)) for label in labels}
     others = sorted(str(label) for label, number in number_of.items() if number is None)
     if others and names is None:

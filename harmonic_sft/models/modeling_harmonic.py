@@ -26,7 +26,7 @@ from .configuration_harmonic import HarmonicConfig
 from .head import at_least_float32
 from .heads import MultiHead, TransformHead, behind_transform
 from .modeling_backbone import HarmonicHeadModel
-from .objective import IGNORE_INDEX
+from .objective import IGNORE_INDEX, mean_of
 
 logger = logging.get_logger(__name__)
 # transformers' Trainer shifts labels itself, under its label smoothing, for classes named here.
@@ -519,8 +519,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         losses = loss_fn(logits, target, reduction="none").where(scored, 0)
         if weights is not None:
             losses = losses * weights.to(losses.device).reshape(*logits.shape[:-1], -1)
-        count = scored.sum().clamp_min(1) if num_items_in_batch is None else num_items_in_batch
-        return losses.sum() / count
+        return mean_of(losses, scored.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 class HarmonicForSequenceClassification(HarmonicClassifier):

@@ -92,12 +92,16 @@ def mean_token_loss(
     losses = loss_fn(head, hidden_states.to(device), labels.to(device))  # [N]
     if label_weights is not None:
         losses = losses * label_weights.flatten()[label_positions].to(losses.device)
+    count = labels.shape[0] if num_items_in_batch is None else num_items_in_batch
+    return mean_of(losses, count)
+
+
+def mean_of(losses: Tensor, count: Tensor | int) -> Tensor:
+    """Return the sum of losses over their count, or over that of a whole batch; 0 if it is 0."""
     total = losses.sum()
-    if num_items_in_batch is None:
-        return total / max(labels.shape[0], 1)
-    if isinstance(num_items_in_batch, Tensor):
-        return total / num_items_in_batch.to(total.device).clamp_min(1)
-    return total / max(num_items_in_batch, 1)
+    if isinstance(count, Tensor):
+        return total / count.to(total.device).clamp_min(1)
+    return total / max(count, 1)
 
 
 def _check_labels(labels: Tensor, label_weights: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -75,7 +75,15 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 def with_padding(tokenizer: Any, task: str) -> Any:
-    """Let a decoder's tokenizer without a pad token pad with its eos token."""
+    """Let a tokenizer pad and cut as training does, since it is saved beside the model.
+
+    That of a decoder without a pad token pads with its eos token; any but that of a language
+    model that generates pads and cuts on the right.
+    """
+    for side in ("padding_side", "truncation_side"):
+        if task != "causal_lm" and getattr(tokenizer, side, "right") != "right":
+            setattr(tokenizer, side, "right")
+            logger.warning("tokenizer: %s is set to right, the side of training's rows.", side)
     if task == "causal_lm" and tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(

@@ -70,6 +70,7 @@ from harmonic_sft.training.preparation import Preparation
 from harmonic_sft.training.publishing import PushCallback, destination_of, finish_pushes
 from harmonic_sft.training.resumable_trainer import ResumableTrainer
 from harmonic_sft.training.run_config import HExpConfig, PeftConfig
+from harmonic_sft.training.training_section import METRICS
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,8 @@ class HarmonicTrainer(ResumableTrainer):
         _check_batch(train_dataset, args)
         eval_dataset = preparation.eval_rows(eval_dataset)
         built, self.old_head = preparation.build(train_dataset)
+        if compute_metrics is None:
+            _check_best_metric(built, args)
         _warn_of_bfloat16(built, args.device)
         # transformers refuses a quantized model without a PEFT adapter; here its new head trains.
         vars(built)["is_quantized"] = False
@@ -654,6 +657,18 @@ def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
         raise ValueError(
             f"training.dataloader_drop_last: expected false, got true with {len(rows)} rows "
             f"and {size} in a batch. Use a smaller training.per_device_train_batch_size"
+        )
+
+
+def _check_best_metric(model: HarmonicHeadModel, args: HarmonicTrainingArguments) -> None:
+    """Refuse to choose checkpoints by a metric of classes where the labels are none."""
+    metric = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    is_span = isinstance(model, HarmonicForQuestionAnswering)
+    has_classes = not is_span and not model.has_free_labels(torch.zeros(1, dtype=torch.int64))
+    if metric in METRICS and metric != "loss" and not has_classes:
+        raise ValueError(
+            "metric_for_best_model: expected 'loss' or one of your compute_metrics, got "
+            f"{metric!r}, which needs one class for each label"
         )
 
 

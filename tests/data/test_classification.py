@@ -137,7 +137,7 @@ def test_a_trained_model_keeps_its_classes(write, tokenizer):
 
 
 def test_integers_are_the_names_or_the_numbers_of_a_trained_models_classes(
-    write, tokenizer, tmp_path
+    write, tokenizer, tmp_path, caplog
 ):
     rows = [{"text": text, "label": i % 2 + 1} for i, text in enumerate(TEXTS[:6])]
     path = write(rows)
@@ -145,6 +145,9 @@ def test_integers_are_the_names_or_the_numbers_of_a_trained_models_classes(
         data = load(path, tokenizer, labels=names, eval={"documents": 0})
         assert {int(data.train[i]["labels"]) for i in range(6)} == numbers
         assert data.train[0]["labels"] == (1 if names[0] == "a" else 2)
+        is_said = "the model's numbers of its classes, '0 is a', '1 is b', '2 is c'." in caplog.text
+        assert is_said == (names[0] == "a")
+        caplog.clear()
     with pytest.raises(ValueError, match=r"expected the model's classes, .* got '1'"):
         load(path, tokenizer, labels=["x", "2"])
     datasets.Dataset.from_list(rows).to_csv(table := tmp_path / "rows.csv")

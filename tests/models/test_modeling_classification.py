@@ -409,6 +409,9 @@ def test_a_single_output_learns_numbers_and_floating_labels_several_classes(publ
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert several.config.problem_type == "multi_label_classification"
     assert several(**inputs, labels=hot.long()).loss == found.loss
+    for count in (None, 0, torch.tensor(0)):  # a batch in which nothing is scored
+        loss = several(**inputs, labels=torch.full_like(hot, -100), num_items_in_batch=count).loss
+        assert loss == 0
     with pytest.raises(ValueError, match=r"labels: expected one number for each of \[3, 2\], got"):
         several(**inputs, labels=torch.zeros(3))
     one_of_two = sequence.from_pretrained(published, num_labels=2)

@@ -183,6 +183,16 @@ def test_a_tokenizer_without_pad_and_eos_is_refused(tmp_path):
         with_padding(tokenizer, "causal_lm")
 
 
+@pytest.mark.parametrize(
+    ("task", "side"), [("sequence_classification", "right"), ("causal_lm", "left")]
+)
+def test_a_tokenizer_pads_and_cuts_as_training_does(tmp_path, task, side):
+    save_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, padding_side="left", truncation_side="left")
+    settled = with_padding(tokenizer, task)
+    assert settled.padding_side == settled.truncation_side == side
+
+
 @pytest.fixture
 def exported(tmp_path):
     """Export a model, and load it with the classes of transformers."""

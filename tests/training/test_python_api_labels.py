@@ -217,12 +217,15 @@ def test_answers_are_trained_and_evaluated(body, free_trainer):
     assert trainer.predict(rows).predictions[0].shape == (8, 4)
 
 
-def test_a_loss_that_answers_and_numbers_would_not_be_trained_on_is_refused(body, arguments, make):
+def test_a_loss_or_metric_that_answers_and_numbers_do_not_have_is_refused(body, arguments, make):
     answers = HarmonicForQuestionAnswering.from_pretrained(body)
     number = HarmonicForSequenceClassification.from_pretrained(body, num_labels=1)
+    data = {"train_dataset": [{"input_ids": [2, 5, 3]}], "data_collator": default_data_collator}
     for model in (answers, number):
         with pytest.raises(ValueError, match=r"^loss: expected nothing with a Harmonic.* loaded"):
             make(arguments(loss={"name": "cross_entropy", "label_smoothing": 0.3}), model=model)
+        with pytest.raises(ValueError, match=r"^metric_for_best_model: expected 'loss' .*accuracy"):
+            make(arguments(metric_for_best_model="accuracy"), model=model, **data)
 
 
 @pytest.mark.parametrize("num_rows", [8, 7])
