@@ -175,20 +175,16 @@ def test_documents_without_a_scored_token_are_not_scored(caplog):
     assert "Scored: 7 documents, 50 masked tokens." in caplog.text
 
 
-@pytest.mark.parametrize(("gib", "said"), [(23, "Fits"), (24, "Does not fit")])
-def test_what_fits_leaves_a_gib_to_the_device(gib, said, caplog, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    show_estimate({"weights": GIB, "activations": (gib - 1) * GIB}, batch="8 rows")
-    assert caplog.messages[-1].startswith(f"{said} 24 GiB, with 1 GiB")
-
-
-@pytest.mark.parametrize(("gib", "said"), [(79, "Fits"), (80, "Does not fit")])
-def test_an_estimate_is_compared_with_the_gpu_that_is_there(gib, said, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("has_gpu", "device", "size"), [(False, "", 24), (True, " of NVIDIA H100", 80)]
+)
+def test_what_fits_leaves_a_gib_to_the_device(has_gpu, device, size, caplog, monkeypatch):
     gpu = SimpleNamespace(name="NVIDIA H100", total_memory=80 * GIB)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
-    show_estimate({"weights": gib * GIB}, batch="8 rows")
-    assert caplog.messages[-1].startswith(f"{said} 80 GiB of NVIDIA H100, with 1 GiB")
+    for gib, said in ((size - 1, "Fits"), (size, "Does not fit")):
+        show_estimate({"weights": GIB, "activations": (gib - 1) * GIB}, batch="8 rows")
+        assert caplog.messages[-1].startswith(f"{said} {size} GiB{device}, with 1 GiB")
 
 
 @pytest.mark.parametrize(("unigrams", "is_said"), [(4.0, True), (4.1, False), (None, False)])
