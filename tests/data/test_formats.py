@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from harmonic_sft.data.bad_rows import BLANK, BadRow
 from harmonic_sft.data.encoding import Encoded
-from harmonic_sft.data.formats import Reader, _label, recognize
+from harmonic_sft.data.formats import Reader, recognize
 from tests.data.conftest import encode_rows
 
 USER = {"role": "user", "content": "word1"}
@@ -325,7 +325,10 @@ def test_a_label_is_a_string_an_integer_or_the_number_of_a_name(tokenizer, label
 @pytest.mark.parametrize(
     ("content", "label", "names", "reason"),
     [
-        *(("a", bad, None, f"a class as label, got {bad!r}, which") for bad in (-100, "", " ")),
+        *(
+            ("a", bad, None, f"a class as label, got {bad!r}, which stands for none")
+            for bad in (-100, "-100", " -100 ", "", " ")  # a CSV file has them as text
+        ),
         *(("a", bad, "ab", f"the number of one of 2 classes, got {bad}") for bad in (2, -1)),
         ("a", "yes", "ab", "the number of one of 2 classes, got 'yes'"),
         ("a", None, None, "a string or an integer as label, got None"),
@@ -497,9 +500,3 @@ def test_a_call_of_a_tool_is_the_assistants_own(tokenizer):
     assert '"word5"' in own
     assert "word7" not in own
     assert "word7" in whole
-
-
-@pytest.mark.parametrize("label", [-100, "-100", " -100 ", ""])
-def test_what_stands_for_no_label_is_no_class_also_as_text_of_a_csv_file(label):
-    with pytest.raises(BadRow, match="which stands for none"):
-        _label(label, None)
