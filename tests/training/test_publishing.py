@@ -8,7 +8,7 @@ import pytest
 from safetensors import SafetensorError
 from transformers import TrainerCallback, TrainerState
 
-from harmonic_sft.hub import Destination, check_destination
+from harmonic_sft.hub import Destination
 from harmonic_sft.training import publishing
 from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.head_swap import evaluate
@@ -20,16 +20,17 @@ TOKEN = "hf_" + 34 * "a"
 
 @pytest.mark.usefixtures("no_token")
 @pytest.mark.parametrize(
-    ("repo_id", "message"),
+    ("hub", "message"),
     [
-        ("me/model", "token: expected to be logged in"),
-        ("me/model..", "repo_id: expected owner/name"),
+        ({"repo_id": "me/model"}, "token: expected to be logged in"),
+        ({"repo_id": "me/model.."}, "repo_id: expected owner/name"),
+        ({"repo_id": "me/model", "license": " "}, "license: expected one that the Hub knows"),
     ],
 )
 def test_what_cannot_be_pushed_to_is_an_error_before_anything_is_made(
-    make_yaml, tmp_path, repo_id, message
+    make_yaml, tmp_path, hub, message
 ):
-    run = load_run_config(make_yaml(hub={"push": True, "repo_id": repo_id}))
+    run = load_run_config(make_yaml(hub={"push": True, **hub}))
     with pytest.raises(ValueError, match=message):
         train(run)
     assert not (tmp_path / "run").exists()
@@ -125,8 +126,3 @@ def test_a_trainer_that_has_waited_pushes_again(monkeypatch):
         callback.finish()
     assert sent == [1, 1]
     assert checked == ["head"]  # the base is fetched once
-
-
-def test_a_license_of_blanks_is_refused_before_anything_is_asked():
-    with pytest.raises(ValueError, match="license: expected one that the Hub knows"):
-        check_destination(Destination(repo_id="owner/name", license=" "))
