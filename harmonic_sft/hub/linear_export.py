@@ -160,7 +160,12 @@ def _no_linear_equal(head: Head) -> ValueError:
 
 def _architecture(folder: Path) -> str:
     """Return which of `LANGUAGE_MODELS` a folder holds."""
-    fields = read_results(folder / "config.json")
+    path = folder / "config.json"
+    if not path.is_file() or not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"folder: expected a saved model (config.json and safetensors), got {str(folder)!r}"
+        )
+    fields = read_results(path)
     name = (fields.get("architectures") or ["HarmonicForMaskedLM"])[0]
     if fields.get("model_type") != "harmonic" or name not in LANGUAGE_MODELS:
         raise ValueError(f"folder: expected a harmonic language model, got a {name}")

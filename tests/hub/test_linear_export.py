@@ -227,7 +227,7 @@ def test_whatever_is_not_is_refused(name):
 def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
     target = tmp_path / "linear"
     for folder in (tmp_path / "missing", tmp_path):
-        with pytest.raises(ValueError, match=r"expected an existing JSON file, got .*config\.json"):
+        with pytest.raises(ValueError, match=r"folder: expected a saved model \(config.json and"):
             export_linear(folder, target)
     with pytest.raises(ValueError, match="folder: expected a harmonic language model, got a Bert"):
         export_linear(bases / "bert", target)
@@ -246,7 +246,7 @@ def test_a_folder_that_is_no_whole_harmonic_model_is_an_error(bases, tmp_path):
     with pytest.raises(ValueError, match=r"got 1 weights missing: dist_head\.weight"):
         export_linear(folder, target)
     (folder / "model.safetensors").unlink()
-    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+    with pytest.raises(ValueError, match="folder: expected a saved model"):
         export_linear(folder, target)
     assert not target.exists()
 
