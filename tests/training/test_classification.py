@@ -17,7 +17,6 @@ from harmonic_sft.training.evaluation import evaluate_folder, evaluate_suite
 from harmonic_sft.training.preview import dry_run, show_data
 from harmonic_sft.training.run_config import load_run_config
 from tests.conftest import WORDS, write_run
-from tests.saved_models import change_json
 from tests.training.conftest import losses, prepared, start
 
 GROUPS = {"early": WORDS[:30], "late": WORDS[30:60], "last": WORDS[60:90]}
@@ -100,9 +99,22 @@ def test_a_folder_without_its_data_is_told_what_to_add(make, tmp_path):
     claim.unlink()
     with pytest.raises(ValueError, match=r"data.label_column: expected a column for classif"):
         evaluate_folder(folder, [f"data={rows}"])
-    change_json(folder / "config.json", architectures=["HarmonicForQuestionAnswering"])
+    answers = json.loads((folder / "config.json").read_text())
+    answers["architectures"] = ["HarmonicForQuestionAnswering"]
+    (folder / "config.json").write_text(json.dumps(answers))
     with pytest.raises(ValueError, match=r"got a HarmonicForQuestionAnswering in '[^']*'$"):
         evaluate_folder(folder, [f"data={rows}"])
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+def test_labels_that_are_no_single_class_are_not_evaluated_as_one(make, tmp_path, problem):
+    start(make(), "head.name=linear", "h_exp=null", "loss.name=cross_entropy", "head.init=random")
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "problem_type": problem}))
+    for evaluate in (evaluate_folder, lambda folder: evaluate_suite([folder])):
+        with pytest.raises(ValueError, match=rf"eval: expected .* one class.* got {problem}"):
+            evaluate(tmp_path / "run")
 
 
 def test_class_means_start_better_than_random_prototypes(make):
@@ -168,17 +180,12 @@ def test_a_run_is_not_resumed_with_other_classes(make, tmp_path):
         start(path, "resume=true")
 
 
-def test_a_linear_head_and_a_16_bit_body_train_too(make, tmp_path):
+def test_a_linear_head_and_a_16_bit_body_train_too(make):
     path = make(head={"name": "linear", "init": "random"}, h_exp=None)
     overrides = ("loss.name=cross_entropy", "model.dtype=bfloat16", "model.pooling=cls")
     results = start(path, *overrides, "training.save_strategy=no", "training.max_steps=1")
     assert "post_hoc_inverse_temperature" in results["final"]
     assert results["head"] == {"name": "linear", "bias": True}
-    for problem in ("regression", "multi_label_classification"):  # no single class to evaluate
-        change_json(tmp_path / "run" / "config.json", problem_type=problem)
-        for evaluate in (evaluate_folder, lambda folder: evaluate_suite([folder])):
-            with pytest.raises(ValueError, match=rf"eval: expected .* one class.* got {problem}"):
-                evaluate(tmp_path / "run")
 
 
 def test_the_classes_of_a_run_are_shown_and_what_is_left_out(make, capsys, caplog):
