@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 import traceback
-from dataclasses import fields
 from glob import glob
 from itertools import islice
 from pathlib import Path
@@ -300,7 +299,15 @@ def _compare(options: argparse.Namespace) -> None:
 def _push(options: argparse.Namespace) -> None:
     from harmonic_sft.hub import Destination, push
 
-    to = Destination(**{field.name: vars(options)[field.name] for field in fields(Destination)})
+    to = Destination(
+        repo_id=options.repo_id,
+        form=options.form,
+        private=options.private,
+        revision=options.revision,
+        force=options.force,
+        message=options.message,
+        license=options.license,
+    )
     sys.stdout.write(f"{push(options.folder, to)}\n")
 
 

@@ -21,8 +21,14 @@ logger = logging.getLogger(__name__)
 
 def destination_of(hub: HubConfig) -> Destination:
     """Return where the hub section pushes to."""
-    when = ("push", "every_save")
-    return Destination(**{key: value for key, value in vars(hub).items() if key not in when})
+    assert hub.repo_id is not None, "checked in HubConfig"
+    return Destination(
+        repo_id=hub.repo_id,
+        form=hub.form,
+        private=hub.private,
+        revision=hub.revision,
+        license=hub.license,
+    )
 
 
 def push_run(run: RunConfig, callbacks: Sequence[TrainerCallback] = ()) -> None:

@@ -376,16 +376,23 @@ def _take_in_processes(
         port = str(free.getsockname()[1])
     world = {"WORLD_SIZE": str(way.num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     log = folder.with_suffix(".json")
-    spawn(_one_process, (world, log, run, way, material, folder), way.num_processes)
+    spawn(_one_process, (world, run, way, material, folder, log), way.num_processes)
     return json.loads(log.read_text())
 
 
-def _one_process(rank: int, world: dict[str, str], log: Path, *taken: Any) -> None:
-    """Take part in what `taken`, the arguments of `_take`, says; write its log entries."""
+def _one_process(
+    rank: int,
+    world: dict[str, str],
+    run: RunConfig,
+    way: Way,
+    material: Material,
+    folder: Path,
+    log: Path,
+) -> None:
     os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    torch.set_num_threads(max(1, torch.get_num_threads() // int(world["WORLD_SIZE"])))
+    torch.set_num_threads(max(1, torch.get_num_threads() // way.num_processes))
     with _quiet():
-        found = _take(*taken)
+        found = _take(run, way, material, folder)
     if rank == 0:
         log.write_text(json.dumps(found))
 
