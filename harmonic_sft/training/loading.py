@@ -75,15 +75,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 def with_padding(tokenizer: Any, task: str) -> Any:
-    """Let a tokenizer pad and cut as training does, since it is saved beside the model.
-
-    That of a decoder without a pad token pads with its eos token; any but that of a language
-    model that generates pads and cuts on the right.
-    """
-    for side in ("padding_side", "truncation_side"):
-        if task != "causal_lm" and getattr(tokenizer, side, "right") != "right":
-            setattr(tokenizer, side, "right")
-            logger.warning("tokenizer: %s is set to right, the side of training's rows.", side)
+    """Let a decoder's tokenizer without a pad token pad with its eos token."""
     if task == "causal_lm" and tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -95,12 +87,24 @@ def with_padding(tokenizer: Any, task: str) -> Any:
     return tokenizer
 
 
+def on_the_right(tokenizer: Any, task: str) -> Any:
+    """Let a tokenizer pad and cut where our rows are padded and cut, as it is saved beside a model.
+
+    That of a decoder stays as it is: texts to continue are padded on the left.
+    """
+    for side in ("padding_side", "truncation_side"):
+        if task != "causal_lm" and getattr(tokenizer, side, "right") != "right":
+            setattr(tokenizer, side, "right")
+            logger.warning("tokenizer: %s is set to right, the side of training's rows.", side)
+    return tokenizer
+
+
 def load_run_data(run: RunConfig) -> tuple[Any, LoadedData]:
     """Load the tokenizer and the data of a run."""
     base = load_base_config(run.model)
     check_base_config(run, base)  # before anything is fetched
     task = run.model.task
-    tokenizer = with_padding(load_tokenizer(run.model), task)
+    tokenizer = on_the_right(with_padding(load_tokenizer(run.model), task), task)
     data = load_data(run.data, base=base, tokenizer=tokenizer, seed=run.seed, task=task)
     rows = (data.eval[index] for index in range(len(data.eval)))
     if len(data.eval) and not any((row["labels"] != IGNORE_INDEX).any() for row in rows):

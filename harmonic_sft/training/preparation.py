@@ -51,6 +51,7 @@ from harmonic_sft.training.loading import (
     from_base,
     load_base_config,
     load_tokenizer,
+    on_the_right,
     with_padding,
 )
 from harmonic_sft.training.run_config import ModelConfig, PeftConfig, RunConfig
@@ -272,11 +273,11 @@ class Preparation:
         has_labels: bool = True,
     ) -> LoadedData:
         """Tokenize all rows of a data set, like the sources of a YAML file's data section."""
-        settings, column = self.data, self.args.text_column
+        settings, column, task = self.data, self.args.text_column, self.config.model.task
         row_format: Literal["auto", "text"] = "auto"
         columns = data.column_names or []
         has_text = self._format is not None or column in columns
-        if self.config.model.task in CLASSIFIERS and "input_ids" in columns and not has_text:
+        if task in CLASSIFIERS and "input_ids" in columns and not has_text:
             raise ValueError(
                 f"{name}: expected rows of text for a classifier, got rows of input_ids. Pass "
                 "data_collator=DataCollatorWithPadding(tokenizer)"
@@ -297,9 +298,9 @@ class Preparation:
             loaded = load_data(
                 replace(settings, sources=[source]),
                 base=self._base,
-                tokenizer=self.tokenizer(),
+                tokenizer=on_the_right(self.tokenizer(), task),
                 seed=self.args.seed,
-                task=self.config.model.task,
+                task=task,
                 labels=self._labels,
                 eval_only=name == EVAL_NAME,
             )

@@ -20,7 +20,7 @@ from harmonic_sft.hub.staging import check_completed, check_form
 from harmonic_sft.models import BLOCKS_FILE, HarmonicForCausalLM
 from harmonic_sft.training.evaluation import evaluate_folder
 from harmonic_sft.training.head_swap import measure_swap
-from harmonic_sft.training.loading import load_run_data, with_padding
+from harmonic_sft.training.loading import load_run_data, on_the_right, with_padding
 from harmonic_sft.training.run import prepare, train
 from harmonic_sft.training.run_config import load_run_config
 from tests.decoders import SIZES, V, save_decoder, save_tokenizer
@@ -189,7 +189,7 @@ def test_a_tokenizer_without_pad_and_eos_is_refused(tmp_path):
 def test_a_tokenizer_pads_and_cuts_as_training_does(tmp_path, task, side):
     save_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, padding_side="left", truncation_side="left")
-    settled = with_padding(tokenizer, task)
+    settled = on_the_right(tokenizer, task)
     assert settled.padding_side == settled.truncation_side == side
 
 
