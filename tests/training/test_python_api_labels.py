@@ -1,5 +1,6 @@
 """HarmonicTrainer from Python on labelled rows: classes, their order, and labels that are none."""
 
+import copy
 import random
 import sys
 import types
@@ -226,6 +227,21 @@ def test_a_loss_or_metric_that_answers_and_numbers_do_not_have_is_refused(body, 
             make(arguments(loss={"name": "cross_entropy", "label_smoothing": 0.3}), model=model)
         with pytest.raises(ValueError, match=r"^metric_for_best_model: expected 'loss' .*accuracy"):
             make(arguments(metric_for_best_model="accuracy"), model=model, **data)
+
+
+def test_a_tokenizers_sides_are_set_for_our_rows_and_kept_for_those_of_the_user(
+    body, arguments, make, tokenizer
+):
+    model = HarmonicForSequenceClassification.from_pretrained(body, num_labels=1)
+    tokenized = [{"input_ids": [2, 5, 3], "labels": 0.5}]
+    own = {"model": model, "train_dataset": tokenized, "data_collator": default_data_collator}
+    texts = Dataset.from_dict({"text": ["aa ab"] * 4, "kind": ["x", "y"] * 2})
+    ours = {"train_dataset": texts}
+    for data, column, side in ((own, None, "left"), (ours, "kind", "right")):
+        given = copy.deepcopy(tokenizer)
+        given.padding_side = "left"
+        make(arguments(label_column=column), processing_class=given, **data)
+        assert given.padding_side == side
 
 
 @pytest.mark.parametrize("num_rows", [8, 7])
