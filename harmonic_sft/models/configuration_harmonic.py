@@ -1,5 +1,6 @@
 """Configuration of a harmonic model: a backbone, a head, and where the backbone came from."""
 
+import copy
 import sys
 from dataclasses import field
 from typing import Any, ClassVar
@@ -108,11 +109,23 @@ class HarmonicConfig(PreTrainedConfig):
 
     @property
     def h_exp(self) -> float | None:
-        """The exponent that `head` names, or the head inside it; None if they name none."""
-        head = self.head
-        while inner := head.get("inner"):
-            head = inner
-        return head.get("h_exp")
+        """The exponent that `head` names, or the head inside it; None if they name none.
+
+        `from_pretrained(..., h_exp=-24.0)` sets another one before the model is built.
+        """
+        return _innermost(self.head).get("h_exp")
+
+    @h_exp.setter
+    def h_exp(self, value: float) -> None:
+        self.head = copy.deepcopy(self.head)
+        _innermost(self.head)["h_exp"] = value
+
+
+def _innermost(head: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the head that is inside all others."""
+    while inner := head.get("inner"):
+        head = inner
+    return head
 
 
 def quantization_method(config: PreTrainedConfig) -> str | None:

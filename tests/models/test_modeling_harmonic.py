@@ -155,6 +155,13 @@ def test_an_exponent_is_below_zero_and_of_a_distance_head(bases, tmp_path):
     model.save_pretrained(tmp_path)
     assert HarmonicConfig.from_pretrained(tmp_path).h_exp == -5.5
     assert HarmonicForMaskedLM.from_pretrained(tmp_path).dist_head.inner.h_exp == -5.5
+    steeper = HarmonicForMaskedLM.from_pretrained(tmp_path, h_exp=-11.0)
+    inputs = batch()
+    with torch.no_grad():
+        logits, twice = model(**inputs).logits, steeper(**inputs).logits
+    torch.testing.assert_close(twice, 2 * logits)
+    with pytest.raises(ValueError, match="h_exp: expected a number below 0, got 3"):
+        HarmonicForMaskedLM.from_pretrained(tmp_path, h_exp=3.0)
     assert HarmonicConfig(head={"name": "rotation", "inner": None}).h_exp is None
     linear = HarmonicForMaskedLM.from_base(str(bases / "bert"), head={"name": "linear"})
     with pytest.raises(ValueError, match="h_exp: expected a dist head, got linear"):
