@@ -134,6 +134,6 @@ class Distillation:
             target.mul_(self.weight)
             own = target.new_full((len(labels), 1), 1 - self.weight)
             target.scatter_add_(-1, labels.unsqueeze(-1), own)
-        logits = head(hidden_states)
-        cross_entropy = logits.logsumexp(-1) - torch.linalg.vecdot(target.to(logits.dtype), logits)
+        log_probs = head(hidden_states).log_softmax(-1)
+        cross_entropy = -torch.linalg.vecdot(target.to(log_probs.dtype), log_probs)
         return cross_entropy - self.weight * entropy

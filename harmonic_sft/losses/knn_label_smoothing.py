@@ -112,10 +112,9 @@ class NeighborSmoothing:
         return chunked_loss(logits, targets, options=options, impl=self.loss.impl).loss
 
     def _dense(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        logits = head(hidden_states)
+        log_probs = head(hidden_states).log_softmax(-1)
         targets, weights = self._targets(labels)  # [N, 1 + K]
-        costs = logits.logsumexp(-1, keepdim=True) - logits.gather(-1, targets)
-        return (weights.to(costs.dtype) * costs).sum(-1)
+        return -(weights.to(log_probs.dtype) * log_probs.gather(-1, targets)).sum(-1)
 
     def _targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the classes `[N, 1 + K]` of the target and their probabilities."""

@@ -311,12 +311,13 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
     """
     own = logits.gather(-1, labels) if own is None else own
     others = logits.scatter(-1, labels, -torch.inf)
-    if torch.compiler.is_compiling():  # torch 2.13 fails on logsumexp of an unknown number of rows
-        peaks = others.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(others.dtype).min)
-        others = (others - peaks).exp().sum(-1, keepdim=True).log() + peaks
-    else:
-        others = others.logsumexp(-1, keepdim=True)
-    return torch.logaddexp(others - own, torch.zeros_like(own)).squeeze(-1)
+    # The gradient of torch's logsumexp is exp(logits - result), which is rounded as far as these
+    # are from 0. If there is no other class, the sum is 0.
+    limits = torch.finfo(others.dtype)
+    peaks = others.detach().amax(-1, keepdim=True).clamp_min(limits.min)
+    total = others.sub_(peaks).exp_().sum(-1, keepdim=True).clamp_min(limits.tiny)
+    own = own - peaks
+    return torch.logaddexp(total.log() - own, torch.zeros_like(own)).squeeze(-1)
 
 
 def exact_nll(lazy: LazyLogits, labels: Tensor) -> Tensor:

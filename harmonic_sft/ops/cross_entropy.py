@@ -42,9 +42,11 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
 ) -> Tensor:
     """Return the harmonic loss of each token, without logits for all of them at once.
 
-    p_j is proportional to (d_j ** 2 + eps) ** h_exp. The label's distance and those of near
-    prototypes are taken by direct difference, so that confident tokens and tokens near a wrong
-    prototype keep their digits.
+    p_j is proportional to (d_j ** 2 + eps) ** h_exp. The label's distance and those of a few
+    nearest prototypes are taken by direct difference, so that confident tokens and tokens near a
+    wrong prototype keep their digits. A state among many prototypes that are almost equal does not:
+    those after the first eight (two of a tile on a GPU) keep the rounding of
+    |x| ** 2 + |w| ** 2 - 2xw.
 
     | impl      | what it is                                                     | "auto" takes it |
     |-----------|----------------------------------------------------------------|-----------------|
@@ -75,7 +77,8 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
 
     Raises:
         ValueError: Shapes, dtypes, devices, labels (on the CPU) or an option are off.
-        NotImplementedError: Forward-mode differentiation of anything but impl="reference".
+        NotImplementedError: Forward-mode differentiation or `torch.func.vmap` of anything but
+            impl="reference".
 
     Source:
         Baek et al. 2025, Harmonic Loss Trains Interpretable AI Models, arXiv:2502.01628, Eq. 2,
@@ -114,7 +117,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: Shapes, dtypes, devices, labels (on the CPU) or an option are off.
-        NotImplementedError: Forward-mode differentiation of anything but impl="reference".
+        NotImplementedError: Forward-mode differentiation or `torch.func.vmap` of anything but
+            impl="reference".
     """
     logits = AffineLogits(hidden_states, prototypes)
     return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)

@@ -1,6 +1,5 @@
 """The chunk loop for a loss without a row-wise stage: dense logits of a few tokens at a time."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,7 +70,8 @@ class _Chunks(torch.autograd.Function):
     ) -> Tensor:
         # The parameters themselves: the loss reaches them through the head.
         ctx.loss_fn, ctx.head, ctx.rows, ctx.parameters = loss_fn, head, rows, parameters
-        ctx.state = _state(head, parameters)
+        # Frozen ones too, which stay alive so that their ids are not given again.
+        ctx.tensors, ctx.state = tuple(head.parameters()), _state(head)
         losses, gradients = _differentiate(ctx, hidden_states, labels, None)
         ctx.save_for_backward(hidden_states, labels, *gradients)
         return losses
@@ -86,10 +86,10 @@ class _Chunks(torch.autograd.Function):
             factors = factors_for(gradients, grad)
             scaled = [gradient * f for gradient, f in zip(gradients, factors, strict=True)]
         else:
-            if ctx.state != _state(ctx.head, ctx.parameters):
+            if ctx.state != _state(ctx.head):
                 raise RuntimeError(
                     "backward: expected the head's weights and h_exp of the forward pass, got "
-                    "others, which were changed in place since"
+                    "others, which were changed in place or replaced since"
                 )
             scaled = _differentiate(ctx, hidden_states, labels, grad)[1]
         remaining = iter(scaled)
@@ -97,14 +97,14 @@ class _Chunks(torch.autograd.Function):
         return (None,) * 4 + tuple(next(remaining) if need else None for need in needs)
 
 
-def _state(head: Head, parameters: Sequence[Tensor]) -> list[float | None]:
-    """Return the exponents, and how often each parameter was changed in place.
+def _state(head: Head) -> list[Any]:
+    """Return the exponents, and which parameters there are, with the number of changes in place.
 
     What was made in inference mode has no such count. `Head.h_exp` would read a learned exponent
     from its device.
     """
-    versions = [parameter._version for parameter in parameters if not parameter.is_inference()]
-    return [vars(part).get("_h_exp") for part in head.modules()] + versions
+    tensors = [(id(p), 0 if p.is_inference() else p._version) for p in head.parameters()]
+    return [vars(part).get("_h_exp") for part in head.modules()] + tensors
 
 
 def _differentiate(
@@ -128,7 +128,6 @@ def _differentiate(
             if not loss.requires_grad:
                 continue
             loss_sum = loss.sum() if weights is None else (loss * weights[chunk]).sum()
-            # Raises if FSDP or `torch.func.functional_call` has replaced the parameters.
             gradients = list(torch.autograd.grad(loss_sum, wanted))
         if needs[0]:
             hidden_gradient[chunk] = gradients.pop(0)

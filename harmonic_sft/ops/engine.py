@@ -367,6 +367,13 @@ def _fake_forward(*flat: Any) -> Results:
     )
 
 
+def _refuse_vmap(*_: Any) -> Any:
+    raise NotImplementedError(
+        "fused loss: expected no torch.func.vmap, under which gradients would be lost, got it. Use "
+        "impl='reference'"
+    )
+
+
 _TYPES = {Tensor | None: "Tensor?", tuple[bool, ...]: "bool[]"}  # in a schema
 _ARGUMENTS = ", ".join(
     f"{_TYPES.get(kind) or kind.__name__} {name}"
@@ -375,4 +382,5 @@ _ARGUMENTS = ", ".join(
 _SCHEMA = f"({_ARGUMENTS}) -> ({', '.join(['Tensor'] * len(Results._fields))})"
 chunked_op = custom_op("harmonic_sft::chunked_loss", forward, mutates_args=(), schema=_SCHEMA)
 chunked_op.register_fake(_fake_forward)
+chunked_op.register_vmap(_refuse_vmap)
 chunked_op.register_autograd(_gradient, setup_context=_setup_context)

@@ -47,22 +47,21 @@ def reference_cross_entropy(
     weights = torch.ones_like(labels) if weights is None else weights
     weights = weights.to(logits.dtype) * (labels >= 0)  # [N, K]
     labels = labels.clamp_min(0)
-    log_normalizer = logits.logsumexp(-1)  # [N]
+    log_normalizer, log_probs = logits.logsumexp(-1), logits.log_softmax(-1)  # [N], [N, V]
     if labels.shape[1] == 1:
         costs = label_nll(logits, labels).unsqueeze(-1)  # [N, 1]
     else:
-        costs = log_normalizer.unsqueeze(-1) - logits.gather(-1, labels)
+        costs = -log_probs.gather(-1, labels)
     costs = costs.masked_fill(weights == 0, 0)
     target_loss = (weights * costs).sum(-1)  # [N]
     loss = target_loss
     if options.label_smoothing:
-        uniform = log_normalizer - logits.mean(-1)
+        uniform = -log_probs.mean(-1)
         loss = (1 - options.label_smoothing) * loss + options.label_smoothing * uniform
     loss = loss + options.z_loss * log_normalizer.square()
     if options.token_weights is not None:
         loss = loss * options.token_weights.to(loss.dtype)
     with torch.no_grad():
-        log_probs = logits.log_softmax(-1)
         terms = torch.where(log_probs == -torch.inf, 0, log_probs.exp() * log_probs)
         metrics = TokenMetrics(
             -target_loss.detach(), log_normalizer.detach(), -terms.sum(-1), logits.argmax(-1)

@@ -168,6 +168,48 @@ def test_gradients_are_those_of_finite_differences(name, variant):
     torch.testing.assert_close(slope, (sides[0] - sides[1]) / 2e-6, rtol=1e-5, atol=1e-6)
 
 
+DIGITS = {
+    "cross_entropy": {},
+    "reference": {"impl": "reference"},
+    "smoothed": {"label_smoothing": 0.1, "impl": "reference"},
+    "knn_label_smoothing": {"name": "knn_label_smoothing", "impl": "reference"},
+    "distill": {"name": "distill"},
+}
+
+
+@pytest.mark.parametrize("name", DIGITS)
+def test_gradients_keep_their_digits_where_logits_are_far_from_zero(name):
+    """Small prototypes around large states: all distances are much alike, and logits -500."""
+    torch.manual_seed(0)
+    settings = {"name": "dist", "unit_sphere": False}
+    head = build_head({**settings, "h_exp": -96.0}, hidden_size=256, vocab_size=500)
+    teacher = build_head({**settings, "h_exp": -24.0}, hidden_size=256, vocab_size=500)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(500, 256) * 0.02)
+        teacher.weight.copy_(torch.randn(500, 256) * 0.1)
+    states, labels = torch.randn(50, 256), torch.randint(500, (50,))
+    prepared = make({**CE, **DIGITS[name]}).prepare(teacher if name == "distill" else head)
+
+    def log_probs(head, states):
+        squared = (states[:, None] - head.weight.detach().double()).square().sum(-1)
+        return (head.h_exp * torch.log(squared + 1e-6)).log_softmax(-1)
+
+    exact = states.double().requires_grad_()
+    targets = F.one_hot(labels, 500).double()
+    if name == "smoothed":
+        targets = 0.9 * targets + 0.1 / 500
+    elif name == "knn_label_smoothing":
+        indices, weights = (part[labels] for part in prepared.table)
+        targets = (0.9 * targets).scatter_add(-1, indices, 0.1 * weights.double())
+    elif name == "distill":
+        targets = log_probs(teacher, states.double()).exp()
+    (expected,) = torch.autograd.grad(-(targets * log_probs(head, exact)).sum(), exact)
+    states.requires_grad_()
+    (found,) = torch.autograd.grad(prepared(head, states, labels).sum(), states)
+    limit = 1e-2 if name == "distill" else 1e-4  # whose two distributions cancel for the most part
+    assert (found - expected).abs().max() < limit * expected.abs().max()
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_ignored_tokens_get_no_gradient(name):
     variant = next(variant for n, variant in PAIRS if n == name)

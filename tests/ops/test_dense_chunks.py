@@ -84,19 +84,27 @@ def test_a_second_derivative_is_refused_not_wrong(uniform):
         torch.autograd.grad(loss, states, create_graph=True)
 
 
-def test_weighted_losses_of_parameters_that_are_gone_are_refused_not_wrong():
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_weighted_losses_of_parameters_that_are_gone_are_refused_not_wrong(is_frozen):
     head, states, labels = problem()
+    head.requires_grad_(not is_frozen)
     call = nn.Module()
     call.head, call.forward = head, lambda: by_chunks(nll, head, states, labels)
-    others = {f"head.{name}": p.detach().requires_grad_() for name, p in head.named_parameters()}
-    with pytest.raises(RuntimeError, match="appears to not have been used"):
+    others = {
+        f"head.{name}": p.detach().clone().requires_grad_(not is_frozen)
+        for name, p in head.named_parameters()
+    }
+    with pytest.raises(RuntimeError, match="expected the head's weights and h_exp of the for"):
         (functional_call(call, others, ()) * torch.arange(7)).sum().backward()
     functional_call(call, others, ()).sum().backward()
-    assert others["head.weight"].grad.any()
+    assert states.grad.any()
+    assert is_frozen or others["head.weight"].grad.any()
 
 
-def test_weights_that_were_changed_in_place_are_refused_not_wrong():
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_weights_that_were_changed_in_place_are_refused_not_wrong(is_frozen):
     head, states, labels = problem()
+    head.requires_grad_(not is_frozen)
     losses = by_chunks(nll, head, states, labels)
     with torch.no_grad():
         head.weight.mul_(3)

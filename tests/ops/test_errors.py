@@ -153,6 +153,17 @@ def test_labels_inside_of_transforms_are_not_looked_at():
 
 
 @pytest.mark.parametrize("linear", [False, True])
+def test_vmap_is_refused_where_a_gradient_would_be_lost(linear):
+    rows, label = torch.randn(N, D, requires_grad=True), torch.zeros(1, dtype=torch.int64)
+
+    def loss(row):
+        return call(hidden_states=row[None], labels=label, linear=linear)[0]
+
+    with pytest.raises(NotImplementedError, match=r"^fused loss: expected no torch\.func\.vmap"):
+        torch.func.vmap(loss)(rows)
+
+
+@pytest.mark.parametrize("linear", [False, True])
 def test_a_class_that_is_ruled_out_cannot_have_a_share_of_the_target(linear):
     bias = torch.zeros(V)
     bias[1] = -torch.inf
