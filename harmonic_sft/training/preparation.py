@@ -10,6 +10,7 @@ import datasets
 import pandas as pd
 import torch
 from accelerate import PartialState
+from accelerate.utils import is_compiled_module
 from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -38,6 +39,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import trains
 from harmonic_sft.models.bases import has_transform
+from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.models.heads import MappedHead, check_class
 from harmonic_sft.models.objective import negative_log_likelihood
@@ -378,11 +380,12 @@ class Preparation:
                     "task: expected causal_lm for a decoder, whose tokens do not see those behind "
                     f"them, got masked_lm with a {type(self.model).__name__}"
                 )
-            if self.model.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+            if self.model.dtype != dtype == torch.float32:
+                is_16_bit = self.model.dtype.itemsize == 2
                 logger.warning(
-                    "The loaded model is in %s and becomes float32; dtype='bfloat16' keeps it in "
-                    "16 bits.",
+                    "The loaded model is in %s and becomes float32%s.",
                     str(self.model.dtype).removeprefix("torch."),
+                    "; dtype='bfloat16' keeps it in 16 bits" if is_16_bit else "",
                 )
             return base_of(self.model, dtype=dtype, is_causal=model_class.is_causal)
         if model.from_scratch:
@@ -444,6 +447,11 @@ class Preparation:
 
 def _check_model(model: Any) -> None:
     """Refuse anything but a name or a model, and a model with a PEFT adapter."""
+    if is_compiled_module(model):
+        raise ValueError(
+            "model: expected one that is not compiled yet, got what torch.compile returned. Give "
+            "the model itself, and torch_compile=True among the arguments"
+        )
     if not isinstance(model, str | PreTrainedModel):
         raise ValueError(
             "model: expected a name, a folder or a model of transformers, got "
@@ -561,6 +569,12 @@ def _check_loaded(
     asked, task = run.model, task_of(model, model.config, None)
     learns = any("log_steepness" in name for name, _ in model.dist_head.named_parameters())
     dtypes = {str(parameter.dtype) for parameter in model.model.parameters()}
+    other = sorted(dtypes & {"torch.float16", "torch.float64"})
+    if other and quantization_method(model.config) is None:
+        raise ValueError(
+            f"model: expected weights in float32 or bfloat16, got {', '.join(other)}. Call "
+            "model.float() first, or model.bfloat16()"
+        )
     is_span = isinstance(model, HarmonicForQuestionAnswering)
     has_no_loss = is_span or model.has_free_labels(torch.empty(0).long())
     ignored = {

@@ -384,16 +384,40 @@ def test_a_model_of_transformers_gets_a_new_head_and_lends_its_body(
             make(arguments("fourth", loss="distill"), model=model, **options)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_16_bit_model_that_becomes_float32_is_warned_of(
-    tiny_base, arguments, make, caplog, dtype
+@pytest.mark.parametrize(
+    ("given", "dtype", "warning"),
+    [
+        ("bfloat16", "float32", "in bfloat16 and becomes float32; dtype='bfloat16' keeps it in"),
+        ("float64", "float32", "in float64 and becomes float32."),
+        ("bfloat16", "bfloat16", ""),
+    ],
+)
+def test_a_model_that_becomes_float32_is_warned_of(
+    tiny_base, arguments, make, caplog, given, dtype, warning
 ):
-    model = BertForMaskedLM.from_pretrained(tiny_base, dtype=torch.bfloat16)
+    model = BertForMaskedLM.from_pretrained(tiny_base, dtype=given)
     make(arguments(dtype=dtype), model=model)
     assert str(model.dtype) == f"torch.{dtype}"
-    assert ("The loaded model is in bfloat16 and becomes float32" in caplog.text) == (
-        dtype == "float32"
-    )
+    if warning:
+        assert f"The loaded model is {warning}" in caplog.text
+    else:
+        assert "The loaded model is" not in caplog.text
+
+
+@pytest.mark.parametrize("given", ["float16", "float64"])
+def test_one_of_our_models_in_another_precision_is_refused(tiny_base, make, given):
+    model = HarmonicForMaskedLM.from_base(tiny_base, dtype=given)
+    message = rf"model: expected weights in float32 or bfloat16, got torch\.{given}\. Call"
+    with pytest.raises(ValueError, match=message):
+        make(model=model)
+    make(model=model.float()).train()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside of torch
+def test_a_compiled_model_is_refused_with_the_argument_that_compiles(tiny_base, make):
+    model = torch.compile(HarmonicForMaskedLM.from_base(tiny_base))
+    with pytest.raises(ValueError, match="Give the model itself, and torch_compile=True among"):
+        make(model=model)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
