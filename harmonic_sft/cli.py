@@ -211,7 +211,7 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
             "head": head,
             "data": data,
             "training": {
-                "output_dir": options.output or f"runs/{base}-{name}",
+                "output_dir": f"runs/{base}-{name}" if options.output is None else options.output,
                 "num_train_epochs": 1.0,
             },
         }
@@ -286,6 +286,11 @@ def _compare(options: argparse.Namespace) -> None:
     from harmonic_sft.results import read_results
     from harmonic_sft.training.report import compare_runs, names_of
 
+    figure = options.figure
+    if figure is not None and figure.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(
+            f"--figure: expected a name that ends in .png, .svg or .pdf, got {str(figure)!r}"
+        )
     paths = [folder / "results" / "train.json" for folder in options.folders]
     for path in paths:
         if not path.is_file():
@@ -293,7 +298,7 @@ def _compare(options: argparse.Namespace) -> None:
     named = zip(names_of(options.folders), paths, strict=True)
     keys = ("config", "steps", "before", "final")
     runs = [{**read_results(path, *keys), "run": name} for name, path in named]
-    compare_runs(runs, options.figure)
+    compare_runs(runs, figure)
 
 
 def _push(options: argparse.Namespace) -> None:

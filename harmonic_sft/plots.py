@@ -98,7 +98,7 @@ def save_figure(figure: "Figure", path: Path, grid: Literal["both", "x"]) -> Pat
         axes.grid(axis=grid, color="#e3e7eb", linewidth=0.8)
         axes.set_axisbelow(True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format=path.suffix[1:] or "png")
+    figure.savefig(path)
     return path
 
 

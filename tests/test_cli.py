@@ -247,6 +247,7 @@ def test_a_run_without_a_file_does_what_the_base_does_as_far_as_it_reads(runs, c
     assert main(["train", *given]) == 0
     [run] = runs
     assert (run.model.task, run.data.context_length) == ("causal_lm", 64)
+    assert main(["train", *given[:-1], ""]) == 1  # of a variable of the shell that is not set
 
 
 def test_a_base_that_says_no_task_asks_for_one(tiny_base, tmp_path, capsys):

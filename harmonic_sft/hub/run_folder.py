@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from harmonic_sft.config import read_yaml
@@ -22,6 +23,8 @@ from harmonic_sft.results import read_results, reading
 # Not the top of a checkpoint: transformers loads adapters that it finds there.
 ADAPTER_FOLDER = "adapter"
 
+RUN_FILE = "run.yaml"
+
 Form = Literal["full", "head", "peft"]
 
 
@@ -31,7 +34,7 @@ class TrainedFolder:
 
     path: Path  # with the weights
     config: HarmonicConfig
-    run: dict[str, Any]  # the content of `run.yaml`
+    run: dict[str, Any]  # the content of its file
     results: dict[str, Any] | None  # of `results/train.json`, None before the run's end
     step: int | None  # optimizer steps behind the weights, None if unknown
     figure: Path | None  # of the training, None before the run's end
@@ -64,11 +67,27 @@ class Destination:
         return shlex.join(words)
 
 
+def read_run_file(home: Path) -> dict[str, Any]:
+    """Read the file of a run, as it is.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    run = read_yaml(home / RUN_FILE)
+    for name in ("data", "training"):
+        if not isinstance(run.get(name), dict):
+            raise ValueError(
+                f"{home / RUN_FILE}: expected a section {name}, got a damaged file. Restore it as "
+                "the run wrote it"
+            )
+    return run
+
+
 def _read_run(home: Path) -> dict[str, Any]:
     """Read `run.yaml`, with `./` before relative paths of local data, unlike names on the Hub."""
-    run, held_out = read_yaml(home / "run.yaml"), home / "results" / f"{LIST}.json"
+    run, held_out = read_run_file(home), home / "results" / f"{LIST}.json"
     known = read_results(held_out) if held_out.is_file() else {}
-    data = run.get("data") or {}
+    data = run["data"]
     pairs = [*zip(data.get("sources", []), known.get("sources", []), strict=False)]
     pairs.append(((data.get("eval") or {}).get("source"), known.get("eval_source")))
     for source, saved in pairs:
@@ -86,7 +105,7 @@ def read_trained(folder: Path) -> TrainedFolder:
     """
     folder = folder.resolve()
     home = run_home(folder)
-    if not (home / "run.yaml").is_file():
+    if not (home / RUN_FILE).is_file():
         raise ValueError(
             f"RUN: expected the output folder of a run, or a checkpoint in it, got {str(folder)!r}"
         )
@@ -127,9 +146,25 @@ def read_trained(folder: Path) -> TrainedFolder:
 def _step_of(state: dict[str, Any], run: dict[str, Any], finished: bool) -> int:
     """Return the step of the weights, which at the end may be those of the best checkpoint."""
     best = state.get("best_model_checkpoint")
-    if finished and best and run.get("training", {}).get("load_best_model_at_end"):
+    if finished and best and run["training"].get("load_best_model_at_end"):
         return int(Path(best).name.split("-")[1])
     return state["global_step"]
+
+
+def saved_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer that lies beside a saved model.
+
+    Raises:
+        ValueError: It is damaged, or files are missing.
+    """
+    with reading(folder):
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        ordinary = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
+    if not ordinary:  # transformers makes an empty one up if its files are missing
+        raise ValueError(
+            f"{folder}: expected the files of a tokenizer, got special tokens alone. Put them there"
+        )
+    return tokenizer
 
 
 def check_saved(folder: Path) -> None:

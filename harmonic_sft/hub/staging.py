@@ -31,6 +31,7 @@ from harmonic_sft.hub.run_folder import (
     TrainedFolder,
     public_base,
     read_tensors,
+    saved_tokenizer,
     weight_files,
 )
 from harmonic_sft.models import (
@@ -278,7 +279,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     Code that its configuration names stays behind: training loads tokenizers without it.
 
     Raises:
-        ValueError: The tokenizer that trained has code of its own.
+        ValueError: The tokenizer that trained has code of its own, or its files are damaged.
     """
     _copy(source, target, TOKENIZER_FILES)
     path = target / "tokenizer_config.json"
@@ -292,6 +293,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
                 f"tokenizer: expected a class of transformers, got one of {module}.py, which is "
                 "not published. Train with a tokenizer that loads without trust_remote_code"
             )
+    saved_tokenizer(source)
     fields.pop("name_or_path", None)
     _write_json(path, fields)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, TrainingArguments
+from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
 
 from harmonic_sft.config import apply_overrides, check_fields, parse, to_plain
 from harmonic_sft.data import DataConfig, Source
@@ -43,6 +43,7 @@ from harmonic_sft.eval.suite import (
     measure,
     semantic_rows,
 )
+from harmonic_sft.hub.run_folder import RUN_FILE, saved_tokenizer
 from harmonic_sft.models import (
     HarmonicHeadModel,
     check_prototypes,
@@ -64,7 +65,7 @@ from harmonic_sft.training.arguments import TRAIN_NAME
 from harmonic_sft.training.batches import batches_on, head_inputs, labelled_states
 from harmonic_sft.training.checkpoints import last_checkpoint
 from harmonic_sft.training.loading import locate_base
-from harmonic_sft.training.output_folder import RUN_FILE, read_run
+from harmonic_sft.training.output_folder import read_run
 from harmonic_sft.training.report import BEST, log_left_out, names_of, show_metrics, show_suite
 from harmonic_sft.training.tasks import CLASSIFIERS, LANGUAGE_MODELS, MODELS, TASKS
 
@@ -91,7 +92,7 @@ def evaluate_folder(
         The content of `results/eval.json`.
     """
     opened = _open(folder, overrides)
-    _check_output("--per-document", per_document, opened.data_config)
+    _check_output("--per-document", per_document, ".jsonl", folder, opened.data_config)
     scores, documents = opened.score(opened.data)
     final = summarize(scores, opened.model.dist_head, documents)
     losses, confidences = scores.at(1.0)
@@ -149,7 +150,7 @@ def evaluate_suite(
     # Read before the first model is measured, which takes minutes.
     others = [_harmonic_config(folder, "--against")[0] for folder in folders[1:]]
     first = _open(folders[0], overrides)
-    _check_output("--html", html, first.data_config)
+    _check_output("--html", html, ".html", folders[0], first.data_config)
     names = names_of(folders)
     table, judged = None if ruler is None else _read_ruler(ruler, first, others), []
     problems, measured, losses, figures = {}, [], {"loss": [], "post_hoc_loss": []}, {}
@@ -201,7 +202,7 @@ def explain_folder(folder: Path, text: str, *, top: int = 5) -> None:
     config, task = _harmonic_config(folder, "explain")
     if task not in LANGUAGE_MODELS:
         raise ValueError(f"explain: expected a language model, got {task} in {str(folder)!r}")
-    tokenizer = _tokenizer(folder)
+    tokenizer = saved_tokenizer(folder)
     model = load_checked(LANGUAGE_MODELS[task], str(folder), config)
     columns = ["token", "probability, %", "distance", "nearest prototypes"]
     for number, tokens in enumerate(explain(model, tokenizer, text, top=top), start=1):
@@ -322,7 +323,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
         )
     if task in CLASSIFIERS:
         check_label_settings(data_config)
-    tokenizer = _tokenizer(folder)
+    tokenizer = saved_tokenizer(folder)
     keys = {override.split("=")[0] for override in overrides}
     eval_only = _gives_sources(keys) and not any(key.startswith("data.eval") for key in keys)
     seed = training.get("seed", 42)
@@ -360,18 +361,29 @@ def _sources_of(config: DataConfig) -> list[Source]:
     return [*config.sources, *([] if config.eval.source is None else [config.eval.source])]
 
 
-def _check_output(option: str, path: Path | None, config: DataConfig) -> None:
-    """Refuse to write over data or where no file can be, before minutes of evaluation."""
+def _check_output(
+    option: str, path: Path | None, suffix: str, folder: Path, config: DataConfig
+) -> None:
+    """Refuse to write over data or a file of another kind, or where none can be.
+
+    Before minutes of evaluation; the data of the run in `folder` count too.
+    """
     if path is None:
         return
     if path.exists() and not path.is_file():  # such as /dev/null, which would be replaced
         raise ValueError(f"{option}: expected a file, got {str(path)!r}, which is none")
-    for source in _sources_of(config):
-        for name in glob(os.path.expanduser(source.path), recursive=True):
+    paths = [source.path for source in _sources_of(config)]
+    if run := _run_settings(folder):
+        sources = [*run["data"]["sources"], run["data"]["eval"].get("source")]
+        paths += [source["path"] for source in sources if source]
+    for source in paths:
+        for name in glob(os.path.expanduser(source), recursive=True):
             if path.resolve().is_relative_to(Path(name).resolve()):
                 raise ValueError(
                     f"{option}: expected a file of its own, got {str(path)!r}, which is data"
                 )
+    if path.suffix != suffix:
+        raise ValueError(f"{option}: expected a name that ends in {suffix}, got {str(path)!r}")
     make_folder(path.parent, f"{option}: expected a place for a file, got {str(path)!r}")
 
 
@@ -382,7 +394,13 @@ def _read_ruler(name: str, opened: Opened, others: Sequence[PreTrainedConfig]) -
     configs = [opened.model.config, *others]
     count = max(config.get_text_config().vocab_size for config in configs)
     logger.info("Reading %s tokens with %s.", f"{count:,}", name)
-    return read_ruler(locate_base(name), opened.tokenizer, count)
+    try:
+        return read_ruler(locate_base(name), opened.tokenizer, count)
+    except OSError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"--ruler: expected an encoder that can be loaded, got {name!r}. {reason}"
+        ) from error
 
 
 def check_unseen(folder: Path, data: LoadedData, config: DataConfig) -> list[Ancestor]:
@@ -424,7 +442,7 @@ def _load(
 def _open_other(first: Opened, folder: Path) -> Opened:
     """Load another model, to be measured on the data of the first."""
     config, task = _harmonic_config(folder, "--against")
-    tokenizer = _tokenizer(folder)
+    tokenizer = saved_tokenizer(folder)
     same = tokenizer.get_vocab() == first.tokenizer.get_vocab()
     if task != first.task or not same or config.id2label != first.model.config.id2label:
         differs = "task" if task != first.task else "classes" if same else "tokenizer"
@@ -485,18 +503,6 @@ def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
             f"{config.problem_type} in {str(folder)!r}. Use HarmonicTrainer.evaluate in Python"
         )
     return config, TASKS[architecture]
-
-
-def _tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a trained model."""
-    with reading(folder):
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        ordinary = tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens)
-    if not ordinary:  # transformers makes an empty one up if its files are missing
-        raise ValueError(
-            f"{folder}: expected the files of a tokenizer, got special tokens alone. Put them there"
-        )
-    return tokenizer
 
 
 def _run_settings(folder: Path) -> dict[str, Any]:

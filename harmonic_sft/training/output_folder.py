@@ -13,8 +13,8 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from harmonic_sft.config import parse, read_yaml, to_plain, to_yaml
-from harmonic_sft.hub.run_folder import check_saved
+from harmonic_sft.config import parse, to_plain, to_yaml
+from harmonic_sft.hub.run_folder import RUN_FILE, check_saved, read_run_file
 from harmonic_sft.losses import DistillLoss, InfoNCELoss, SumLoss
 from harmonic_sft.results import (
     leaves,
@@ -33,7 +33,6 @@ from harmonic_sft.training.checkpoints import (
 from harmonic_sft.training.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
-RUN_FILE = "run.yaml"
 RESULTS_NAME = "train"
 SYNC_SECONDS = 60.0  # until a network drive shows what another node wrote
 LOCK_SECONDS = 10.0  # workers of a killed process hold its lock until they notice
@@ -49,7 +48,6 @@ EARLY_FILES = (
     "bad_step_[0-9]*.json",
 )
 MAX_STEPS = "training.max_steps"
-RESTORE = "Restore it as the run wrote it, or choose another training.output_dir"
 ROWS, ACCUMULATION = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
 # Keys that a resumed run may change: they alter what is shown or sent, not what is trained.
 FREE_KEYS = (
@@ -169,12 +167,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
     In files without `data.eval.seed` the seed of the training chose the held-out documents.
     """
-    saved = read_yaml(folder / RUN_FILE)
-    for name in ("data", "training"):
-        if not isinstance(saved.get(name), dict):
-            raise ValueError(
-                f"{folder / RUN_FILE}: expected a section {name}, got a damaged file. {RESTORE}"
-            )
+    saved = read_run_file(folder)
     section = {"seed": saved["training"].get("seed", 42), **(saved["data"].get("eval") or {})}
     gone = ("dataloader_persistent_workers", "ignore_data_skip")  # which must be false now
     training = {k: value for k, value in saved["training"].items() if not value or k not in gone}
@@ -190,7 +183,8 @@ def _run_in(folder: Path) -> RunConfig:
         path = folder / RUN_FILE
         raise ValueError(
             f"{path}: expected a run that this version can continue, got a file that is damaged or "
-            f"has what is refused now. {RESTORE}\n{error}"
+            "has what is refused now. Restore it as the run wrote it, or choose another "
+            f"training.output_dir\n{error}"
         ) from error
 
 

@@ -15,6 +15,7 @@ from harmonic_sft.data.sources import check_path
 from harmonic_sft.data.streams import merge
 from harmonic_sft.eval import nearest_prototypes, unigram_loss
 from harmonic_sft.hub import check_destination, check_model
+from harmonic_sft.hub.run_folder import RUN_FILE
 from harmonic_sft.plots import plot_run
 from harmonic_sft.results import (
     environment,
@@ -39,7 +40,6 @@ from harmonic_sft.training.head_swap import (
 from harmonic_sft.training.loading import load_run_data
 from harmonic_sft.training.output_folder import (
     RESULTS_NAME,
-    RUN_FILE,
     check_output_folder,
     is_finished,
     results_path,

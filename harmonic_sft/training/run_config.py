@@ -443,7 +443,8 @@ def for_inner_head(overrides: Sequence[str], head: Any) -> list[str]:
 
 def _checked_head(name: Any, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Check the name of a head, names and types of its options, and a head inside it."""
-    if name not in HEADS:  # now: a script may have added one of its own
+    # Now: a script may have added one of its own.
+    if not isinstance(name, str) or name not in HEADS:
         place, nearest = f"{prefix}.name".lstrip("."), did_you_mean(str(name), list(HEADS))
         raise ValueError(f"{place}: expected one of {list(HEADS)}, got {name!r}{nearest}")
     if options.get("metric") == "lp" or options.get("p") == 1.0:

@@ -48,6 +48,7 @@ def test_half_written_weights_are_refused(run_copy, size):
         ("config.json", '{"model_type": "bert"}', "expected a harmonic model, got a bert"),
         ("model.safetensors", None, r"expected a whole model in .*, got no model.safetensors"),
         (INDEX, '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "got no model-00001"),
+        ("run.yaml", "data: {}", r"run\.yaml: expected a section training, got a damaged file"),
         ("checkpoint-3/trainer_state.json", None, "expected a whole checkpoint, got .*half writt"),
         *((f"checkpoint-3/{name}", "", DAMAGED) for name in FILES),
         *((f"checkpoint-3/{name}", "[1]", DAMAGED) for name in FILES),

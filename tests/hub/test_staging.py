@@ -334,6 +334,19 @@ def test_code_outside_the_run_is_not_published(staged, run_copy, tmp_path, name)
     assert not (tmp_path / "full" / "secret.py").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "got special tokens alone"), ("", "expected it as it was saved")],
+)
+def test_a_tokenizer_that_lost_its_vocabulary_is_refused(staged, run_copy, content, message):
+    path = run_copy / "tokenizer.json"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        staged(folder=run_copy)
+
+
 def test_a_tokenizer_with_code_of_its_own_is_refused(staged, run_copy):
     names = {"auto_map": {"AutoTokenizer": [None, "tok.T"]}, "tokenizer_class": "T"}
     change_json(run_copy / "tokenizer_config.json", **names)

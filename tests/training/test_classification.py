@@ -154,12 +154,18 @@ def test_losses_of_documents_of_an_evaluation_file(make, tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
     bad = {held_out: "which is data", tmp_path: "which is none", pipe: "which is none"}
     bad[out / "below.jsonl"] = "expected a place for a file, got '.*below.jsonl': "
+    bad[tmp_path / "run" / "model.safetensors"] = r"expected a name that ends in \.jsonl"
     for place, message in bad.items():
         with pytest.raises(ValueError, match=rf"--per-document: .*{message}"):
             evaluate_folder(tmp_path / "run", cpu, place)
     assert len(held_out.read_text().splitlines()) == 7
     with pytest.raises(ValueError, match=r"--html: .*which is data"):
         evaluate_suite([tmp_path / "run"], cpu, html=held_out)
+    with pytest.raises(ValueError, match=r"--html: expected a name that ends in \.html, got"):
+        evaluate_suite([tmp_path / "run"], cpu, html=tmp_path / "run" / "config.json")
+    other = write_rows(tmp_path / "third.jsonl", others)  # beside which the run's own data is data
+    with pytest.raises(ValueError, match=r"--per-document: .*which is data"):
+        evaluate_folder(tmp_path / "run", [*cpu, f"data={other}"], held_out)
 
 
 def write_rows(path, rows):

@@ -434,6 +434,8 @@ def test_what_the_suite_cannot_compare_is_refused(run_copy, tmp_path, caplog, mo
         evaluate_suite([run_copy], [CPU], sets=tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"expected a folder with a config\.json, got 'runs/none'"):
         evaluate_suite([run_copy], [CPU], ruler="runs/none")
+    with pytest.raises(ValueError, match="--ruler: expected an encoder that can be loaded, got 'n"):
+        evaluate_suite([run_copy], [CPU], ruler="nope")
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "find_spec", lambda name: None)
         with pytest.raises(ValueError, match=r"--suite: expected scikit-learn, got none. Install"):

@@ -162,10 +162,17 @@ def test_an_arm_without_two_shared_seeds_is_named_beside_the_others(capsys, capl
     assert "Undecided, since they share no two seeds with a0: c0, d0. Give runs" in caplog.text
 
 
-def test_a_figure_that_cannot_be_drawn_is_an_error(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["x.foo", "Makefile"])
+def test_a_figure_is_refused_before_the_table_if_it_is_no_picture_by_name(tmp_path, capsys, name):
     write_results(tmp_path / "run" / "results", "train", run("run", "a"))
-    assert main(["compare", str(tmp_path / "run"), "--figure", str(tmp_path / "x.foo")]) == 1
-    assert "Format 'foo' is not supported" in capsys.readouterr().err
+    path = tmp_path / name
+    path.write_text("mine")
+    assert main(["compare", str(tmp_path / "run"), "--figure", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == (
+        f"error: --figure: expected a name that ends in .png, .svg or .pdf, got {str(path)!r}\n"
+    )
+    assert (printed.out, path.read_text()) == ("", "mine")
 
 
 def test_documents_without_a_scored_token_are_not_scored(caplog):

@@ -167,6 +167,7 @@ REFUSED = [
     (["head.p=2.0"], r"p: expected"),
     (["head.eps=-1"], r"eps: expected a number above 0, got -1"),
     (["head={name: rotation, inner: {name: dits}}"], r"head\.inner\.name: expected one of"),
+    (["head={name: rotation, inner: {name: [dist]}}"], r"head\.inner\.name: expected one of"),
     (["head={name: rotation, inner: {name: dist, h_exp: 1}}"], r"head\.inner\.h_exp: expected"),
     (
         ["head={name: rotation, inner: {name: multi_head, inner: {name: dist, eps: a}}}"],
