@@ -53,6 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     logging.getLogger("experiments").setLevel(logging.INFO)
     transformers_logging.set_verbosity_warning()
     name = arguments[0] if arguments else "nothing"
+    if name in ("-h", "--help"):
+        sys.stdout.write(f"{__doc__}\n\nExperiments: {', '.join(EXPERIMENTS)}.\n")
+        return 0
     if name not in EXPERIMENTS:
         sys.stderr.write(f"error: experiment: expected one of {list(EXPERIMENTS)}, got {name!r}\n")
         return 1

@@ -63,13 +63,17 @@ def _keep(
     payload: dict[str, Any],
     draw_fn: Callable[[dict[str, Any], Path], Path],
 ) -> None:
-    """Write what was found, and draw its rows if there are any."""
+    """Write what was found, and draw its rows; without any nothing is replaced."""
+    if not payload["rows"]:
+        raise ValueError(
+            f"--minutes: expected time for one arm with all its seeds, got {options.minutes:g}, "
+            f"and none is kept in {str(options.output)!r}"
+        )
     payload = {"part": options.part, "seeds": options.seeds, **payload}
     payload["environment"] = environment()
     path = write_results(options.output, f"{options.prefix}{name}", payload)
     logger.info("Results: %s", path)
-    if payload["rows"]:
-        logger.info("Picture: %s", draw_fn(payload, path.with_suffix(".png")))
+    logger.info("Picture: %s", draw_fn(payload, path.with_suffix(".png")))
 
 
 def _classes(options: argparse.Namespace) -> None:

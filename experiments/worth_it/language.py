@@ -116,7 +116,8 @@ class ScaledDistLayer(DistLayer):
 
 def read_rows(folder: Path) -> tuple[Tensor, Tensor]:
     """Return training tokens `[T]` and held-out rows `[N, CONTEXT + 1]` of Wikipedia text."""
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tiny_bpe_tokenizer.json"))
+    path = folder / "tokenizer" / "tiny_bpe_tokenizer.json"
+    tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
 
     def tokens(name: str) -> Tensor:
         text = (folder / "text" / name).read_text()

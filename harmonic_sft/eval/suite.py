@@ -223,8 +223,8 @@ def figures_of(scores: TokenScores) -> dict[str, Any]:
 
 
 def _row(group: str, name: str, metric: str, value: Any, **more: Any) -> dict[str, Any]:
-    if isinstance(value, float) and not np.isfinite(value):  # of a collapsed model
-        value, more = None, {**more, "note": f"{metric}: not defined for this model"}
+    if isinstance(value, float) and not np.isfinite(value):
+        value, more = None, {**more, "note": f"{metric}: not defined for this model on these data"}
     return {"group": group, "set": name, "metric": metric, "value": value, "better": "", **more}
 
 
@@ -373,6 +373,8 @@ def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
     """Yield similarity of sentences, as they are and with typos, and the shape of all layers."""
     rows = [row for row in _table(path) if row["sentence2"]][:limit]
     ratings = [float(row["score"]) for row in rows]
+    if not np.isfinite(ratings).all():
+        raise Unmeasured(f"finite scores in {path.name}")
     first, second = ([row[key] for row in rows] for key in ("sentence1", "sentence2"))
     more = {"better": "higher", "n": len(rows)}
     for name, body in _bodies(subject, path.stem):
@@ -392,43 +394,54 @@ def _classes(subject: Subject, name: str, folder: Path, limit: int) -> Rows:
     """Yield probes of frozen features, also with typos, few examples and wrong labels."""
     files, columns = CLASSES[name]
     train, test = (
-        _sample(_table(folder / file), columns, count)
+        _sample(folder / file, columns, count)
         for file, count in zip(files, (limit, limit // 2), strict=True)
     )
-    known = [row for row in zip(*test, strict=True) if row[1] in train[1]]
+    seen, names = map(set, train)
+    known = [row for row in zip(*test, strict=True) if row[1] in names and row[0] not in seen]
     if not known:
-        raise Unmeasured("test rows of classes that stand in training, there are 0")
+        raise Unmeasured("test rows of classes that stand in training, with other texts; 0 are")
+    left_out = len(test[0]) - len(known)
     test = tuple(zip(*known, strict=True))
+    note = f"{name}: test rows left out, whose text trains, or none of their class: {left_out}"
+    more = {"better": "higher", "n": len(known), **({"note": note} if left_out else {})}
     texts = (train[0], test[0], features.typos(test[0]))
     for title, body in _bodies(subject, name):
         encoded = [features.encode(body, subject.tokenizer, part) for part in texts]
-        yield from _probes(title, encoded, train[1], test[1])
-        if len(set(train[1])) > 7:
-            yield from _out_of_scope(title, encoded, train[1], test[1])
+        yield from _probes(title, encoded, train[1], test[1], more)
+        if len(names) > 7:
+            yield from _out_of_scope(title, encoded, train[1], test[1], more)
 
 
 def _probes(
-    name: str, encoded: Sequence[np.ndarray], train: Sequence[str], test: Sequence[str]
+    name: str,
+    encoded: Sequence[np.ndarray],
+    train: Sequence[str],
+    test: Sequence[str],
+    more: dict[str, Any],
 ) -> Rows:
     few = features.few_shots(train, SHOTS)
     clean = features.probe((encoded[0], train), encoded[1:], test)
     shots = features.probe((encoded[0][few], np.asarray(train)[few].tolist()), encoded[1:2], test)
     wrong = features.wrong_labels(train, WRONG)
     noisy = features.probe((encoded[0], wrong), encoded[1:2], test)
-    more: dict[str, Any] = {"better": "higher", "n": len(test)}
     for metric, values in clean.items():
         title = f"accuracy, {metric.replace('_', ' ')}"
         yield _row("hidden states", name, title, values[0], **more)
         harder = {
             f"{title}{TYPOS}": values[1],
-            f"{title}, {SHOTS} examples a class": shots[metric][0],
+            f"{title}, at most {SHOTS} examples a class": shots[metric][0],
             f"{title}, {WRONG:.0%} wrong labels": noisy[metric][0],
         }
         yield from _rows("robustness", name, harder, **more)
 
 
 def _out_of_scope(
-    name: str, encoded: Sequence[np.ndarray], train: Sequence[str], test: Sequence[str]
+    name: str,
+    encoded: Sequence[np.ndarray],
+    train: Sequence[str],
+    test: Sequence[str],
+    more: dict[str, Any],
 ) -> Rows:
     """Yield how well texts of every fourth class are told from those of the others."""
     outside = sorted(set(train))[::4]
@@ -439,7 +452,6 @@ def _out_of_scope(
         encoded[1][is_known],
         encoded[1][~is_known],
     )
-    more = {"better": "higher", "n": len(test)}
     yield from _rows("hidden states", name, scores, "out-of-scope AUROC, ", **more)
 
 
@@ -475,10 +487,12 @@ def _table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
-def _sample(
-    rows: Sequence[dict[str, str]], columns: tuple[str, str], count: int
-) -> tuple[list[str], list[str]]:
+def _sample(path: Path, columns: tuple[str, str], count: int) -> tuple[list[str], list[str]]:
     """Return texts and labels of rows chosen by a fixed seed."""
+    rows = _table(path)
     chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
-    texts, labels = ([rows[index][column].strip() for index in chosen] for column in columns)
+    texts, labels = ([(rows[index][key] or "").strip() for index in chosen] for key in columns)
+    for index, *cells in zip(chosen, texts, labels, strict=True):
+        if not all(cells):
+            raise Unmeasured(f"{' and '.join(columns)} in row {index + 1} of {path.name}")
     return texts, labels

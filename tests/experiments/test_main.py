@@ -95,3 +95,10 @@ def test_every_name_has_help(name, capsys):
     shown = capsys.readouterr().out
     assert f"python -m experiments {name}" in shown
     assert "Raises" not in shown
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_names_the_experiments(word, capsys):
+    assert main([word]) == 0
+    assert "python -m experiments NAME" in (text := capsys.readouterr().out)
+    assert "harmonic_loss" in text

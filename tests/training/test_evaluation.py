@@ -251,8 +251,9 @@ def sets(tmp_path):
         "text/other.txt": "aa ab ac ad ba bb bc bd\n" * 30,
     }
     rows = [f"{name}a {name}b {name}c {end},{name}" for name in "abcdefgh" for end in ("aa", "bb")]
-    for part in ("train", "test"):
-        files[f"probing/banking77_{part}.csv"] = "\n".join(["text,category", *rows * 4])
+    tests = [*(f"{row[:2]} {row}" for row in rows * 4), rows[3], "aa bb,unknown"]
+    files["probing/banking77_train.csv"] = "\n".join(["text,category", *rows * 4])
+    files["probing/banking77_test.csv"] = "\n".join(["text,category", *tests])
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -292,6 +293,11 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(run_copy, sets, 
     tiny = rows["tiny", "Spearman, cosine, single tokens"]
     assert (tiny["n"], tiny["note"]) == (4, "1 words left out: unknownword")
     assert rows["present-past", "parallelogram loss"]["n"] == 4
+    probe = rows["banking77", "accuracy, logistic"]  # two of 66 are a copy, or of no known class
+    assert (probe["n"], probe["note"]) == (
+        64,
+        "banking77: test rows left out, whose text trains, or none of their class: 2",
+    )
     for key in (
         ("other", "bits per byte"),
         ("held-out data", "ECE of a perfect model"),
@@ -301,7 +307,7 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(run_copy, sets, 
         ("stsb_dev", "Spearman, -L2"),
         ("banking77", "accuracy, logistic"),
         ("banking77", "out-of-scope AUROC, energy"),
-        ("banking77", "accuracy, knn, 5 examples a class"),
+        ("banking77", "accuracy, knn, at most 5 examples a class"),
         ("banking77", "accuracy, knn, 30% wrong labels"),
         ("stsb_dev, hidden states", "effective dimension, layer 3 of 3"),
         ("banking77", "accuracy, class means, typos in a tenth of the words"),
@@ -352,15 +358,22 @@ def test_files_of_another_form_leave_the_others_measured(run_copy, sets):
         "probing/sst2_dev.tsv": "sentence\tlabel\naa\t1\n",
         "sts/stsb_dev.tsv": "score\tsentence1\tsentence2\n4\taa\tbb\n2\taa",
     }
+    nan = "score\tsentence1\tsentence2\n4\taa\tbb\nnan\taa\tba\n3\tbb\tba\n"
     for name, text in files.items():
         (sets / name).write_text(text)
     (sets / "text" / "folder.txt").mkdir()
     rows = evaluate_suite([run_copy], [CPU], sets=sets)["rows"]
     missing = {row["set"]: row["missing"] for row in rows if "missing" in row}
-    for name in ("banking77", "sst2", "antonym", "list"):
+    assert missing["banking77"] == "text and category in row 2 of banking77_test.csv"
+    for name in ("sst2", "antonym", "list"):
         assert missing[name].startswith("other data: "), name
     assert missing["STS"].endswith("expected at least 2 finite rows, got 1")
     assert missing["folder"].startswith("a file that can be read: ")
+    (sets / "sts" / "stsb_dev.tsv").write_text(nan)
+    rows = evaluate_suite([run_copy], [CPU], sets=sets)["rows"]
+    assert {"finite scores in stsb_dev.tsv"} == {
+        row["missing"] for row in rows if row["set"] == "STS"
+    }
     assert {"tiny", "present-past", "order"} <= {row["set"] for row in rows if "metric" in row}
 
 
@@ -389,9 +402,10 @@ def test_a_bad_file_of_the_sets_leaves_the_others_measured(run_copy, sets, caplo
         "function_vectors/antonym.json": "{",
         "probing/banking77_test.csv": "text,category\naa bb,unknown",
     }
-    for name in ("train", "dev"):  # one row of `b`, which gets another label
-        rows = [f"{word} {end}\ta" for word in ("aa", "ab", "ac") for end in ("bb", "bc")]
-        rows = [*rows[:2], "ca cb\tb", *rows[2:], "ba bb\tc", "ba bc\tc"]
+    for name, before in (("train", ""), ("dev", "bd ")):  # one row of `b`, which gets another label
+        rows = [f"{before}{word} {end}\ta" for word in ("aa", "ab", "ac") for end in ("bb", "bc")]
+        more = [f"{before}{row}" for row in ("ca cb\tb", "ba bb\tc", "ba bc\tc")]
+        rows = [*rows[:2], more[0], *rows[2:], *more[1:]]
         rows = ["sentence\tlabel", *rows]
         files[f"probing/sst2_{name}.tsv"] = "\n".join(rows)
     for name, text in files.items():

@@ -153,14 +153,26 @@ def test_neobert_trains_every_arm_on_a_stream_and_writes_its_report(
 
 
 @pytest.mark.parametrize(
-    ("part", "title"),
+    ("part", "name"),
     [
-        ("language", "A tiny language model"),
-        ("exponents", "Other exponents"),
-        ("neobert", "Masked language"),
+        ("bottleneck", "bottleneck"),
+        ("language", "language"),
+        ("exponents", "language_exponents"),
+        ("neobert", "neobert"),
     ],
 )
-def test_what_is_kept_is_tabulated_without_data_or_time(part, title, tmp_path, capsys):
+def test_where_nothing_is_kept_and_no_time_is_given_no_results_are_replaced(
+    part, name, tmp_path, capsys
+):
+    earlier = tmp_path / f"{name}.json"
+    earlier.write_text("{}")
     arguments = ["worth_it", str(tmp_path / "no data"), "--part", part, "--minutes", "0"]
-    assert main([*arguments, "--output", str(tmp_path)]) == 0
-    assert title in capsys.readouterr().out
+    assert main([*arguments, "--output", str(tmp_path)]) == 1
+    assert "error: --minutes: expected time for one arm with all its" in capsys.readouterr().err
+    assert earlier.read_text() == "{}"
+
+
+def test_data_that_are_not_there_are_an_error_that_names_the_file(tmp_path, capsys):
+    arguments = ["worth_it", str(tmp_path / "no data"), "--part", "language", "--quick"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 1
+    assert "tiny_bpe_tokenizer.json" in capsys.readouterr().err
