@@ -46,7 +46,8 @@ def class_labels(
     labels = trained | evaluated
     # Where names are numbers an integer is a name.
     has_numbers = has_numbers and names is not None and not any(map(_is_integer, names))
-    if has_numbers and places.keys().isdisjoint(map(str, labels)):
+    is_counted = any(map(_is_integer, labels))
+    if has_numbers and is_counted and places.keys().isdisjoint(map(str, labels)):
         places = {str(number): number for number in range(len(classes))}
         logger.warning(
             "data.label_column: integers are taken for the model's numbers of its classes, %s. "

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderAdapter
+from peft import PeftModel
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -33,6 +34,7 @@ from transformers.trainer_utils import has_length
 
 from harmonic_sft.config import did_you_mean
 from harmonic_sft.losses import Distillation, neighbor_tables
+from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.training.run_config import HExpConfig
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,14 @@ class StoppedError(RuntimeError):
 
 
 class HeadCallback(TrainerCallback):
-    """Sets what head and loss change with the steps, by the step alone: runs may be resumed."""
+    """Sets what head and loss change with the steps, by the step alone: runs may be resumed.
+
+    Also for trainers of others.
+
+    Raises:
+        ValueError: An exponent is to be set in an adapter of PEFT, or the best model is chosen by
+            losses at different ones.
+    """
 
     def __init__(self, h_exp: HExpConfig | None):
         self.h_exp = h_exp
@@ -75,6 +84,7 @@ class HeadCallback(TrainerCallback):
 
         The saved learning rate of a run that ended is 0, which is wrong if it continues for longer.
         """
+        self._check(args, kwargs["model"])
         self.on_step_end(args, state, control, **kwargs)
         scheduler = kwargs["lr_scheduler"]
         if isinstance(scheduler, LambdaLR):
@@ -83,6 +93,28 @@ class HeadCallback(TrainerCallback):
             for group, rate in zip(kwargs["optimizer"].param_groups, rates, strict=True):
                 group["lr"] = rate
             scheduler._last_lr = rates
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Set the exponent of the best checkpoint, of which other trainers load weights alone."""
+        folder = state.best_model_checkpoint
+        if self.h_exp is not None and args.load_best_model_at_end and folder is not None:
+            kwargs["model"].h_exp = HarmonicConfig.from_pretrained(folder).h_exp
+
+    def _check(self, args: Any, model: Any) -> None:
+        if self.h_exp is None:
+            return
+        if isinstance(model, PeftModel):
+            raise ValueError(
+                "HeadCallback: expected no exponent beside an adapter of PEFT, which would not "
+                f"save it, got {self.h_exp}. Write HeadCallback(None)"
+            )
+        metric = str(args.metric_for_best_model).removeprefix("eval_")
+        if args.load_best_model_at_end and self.h_exp.start != self.h_exp.end and metric == "loss":
+            raise ValueError(
+                "HeadCallback: expected another metric_for_best_model than the loss, which "
+                "cannot be compared between exponents, got loss. Hold h_exp, or do without "
+                "load_best_model_at_end"
+            )
 
 
 class TerminationCallback(TrainerCallback):

@@ -129,11 +129,14 @@ def test_a_word_is_scored_at_its_first_token(write, tokenizer):
     assert batch["labels"].tolist() == [[-100, 0, -100, 1, -100], [-100, 1, -100, -100, -100]]
 
 
-def test_a_trained_model_keeps_its_classes(write, tokenizer):
+def test_a_trained_model_keeps_its_classes(write, tokenizer, caplog):
     path = write(ROWS)
     assert load(path, tokenizer, labels=["c", "b", "a", "z"]).labels == ["c", "b", "a", "z"]
     with pytest.raises(ValueError, match=r"expected the model's classes, 'a', 'b', got 'c'"):
         load(path, tokenizer, labels=["a", "b"])
+    with pytest.raises(ValueError, match=r"expected the model's classes, 'x', 'y', got 'a', 'b'"):
+        load(path, tokenizer, labels=["x", "y"])
+    assert "integers" not in caplog.text
 
 
 def test_integers_are_the_names_or_the_numbers_of_a_trained_models_classes(

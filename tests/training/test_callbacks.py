@@ -12,11 +12,14 @@ from typing import ClassVar
 
 import psutil
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import integration_utils
 
 from harmonic_sft.losses import CrossEntropyLoss
+from harmonic_sft.models import HarmonicForMaskedLM
 from harmonic_sft.training import run
 from harmonic_sft.training.callbacks import HeadCallback, TerminationCallback
 from harmonic_sft.training.run_config import HExpConfig
@@ -59,6 +62,52 @@ def test_a_trial_without_an_exponent_logs_none_of_the_trial_before():
         callback.h_exp = h_exp
         callback.on_optimizer_step(None, None, None, model=model)
         assert callback.last_h_exp == last_h_exp
+
+
+def trained_elsewhere(model, tmp_path, **options):
+    """Train with transformers' own trainer, annealed; the first evaluation has the best score."""
+    rows = [{"input_ids": torch.arange(5, 11), "labels": torch.arange(5, 11)}] * 4
+    args = TrainingArguments(
+        tmp_path / "out",
+        max_steps=4,
+        per_device_train_batch_size=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_steps=1,
+        load_best_model_at_end=True,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows,
+        compute_metrics=lambda _: {"score": -trainer.state.global_step},
+        callbacks=[HeadCallback(HExpConfig(start=-12.0, end=-4.0))],
+    )
+    trainer.train()
+    return trainer
+
+
+def test_another_trainer_ends_with_the_exponent_of_its_best_checkpoint(tiny_base, tmp_path):
+    model = HarmonicForMaskedLM.from_base(tiny_base)
+    with pytest.raises(ValueError, match="another metric_for_best_model than the loss, which can"):
+        trained_elsewhere(model, tmp_path)
+    trainer = trained_elsewhere(model, tmp_path, metric_for_best_model="score")
+    best = HarmonicForMaskedLM.from_pretrained(trainer.state.best_model_checkpoint)
+    assert model.h_exp == best.h_exp == -10.0
+    assert torch.equal(model.dist_head.weight, best.dist_head.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_of_peft_which_would_not_save_the_exponent_is_refused(tiny_base, tmp_path):
+    lora = LoraConfig(target_modules="all-linear", modules_to_save=["dist_head"])
+    model = get_peft_model(HarmonicForMaskedLM.from_base(tiny_base), lora)
+    with pytest.raises(ValueError, match=r"adapter of PEFT.*Write HeadCallback\(None\)"):
+        trained_elsewhere(model, tmp_path, metric_for_best_model="score")
 
 
 def terminate(step=3):
