@@ -20,10 +20,9 @@ from harmonic_sft.models.backbones import check_whole
 from harmonic_sft.models.partial_checkpoint import check_not_partial, hub_base
 from harmonic_sft.results import read_results, reading
 
+RUN_FILE = "run.yaml"
 # Not the top of a checkpoint: transformers loads adapters that it finds there.
 ADAPTER_FOLDER = "adapter"
-
-RUN_FILE = "run.yaml"
 
 Form = Literal["full", "head", "peft"]
 
@@ -34,7 +33,7 @@ class TrainedFolder:
 
     path: Path  # with the weights
     config: HarmonicConfig
-    run: dict[str, Any]  # the content of its file
+    run: dict[str, Any]  # the content of `run.yaml`
     results: dict[str, Any] | None  # of `results/train.json`, None before the run's end
     step: int | None  # optimizer steps behind the weights, None if unknown
     figure: Path | None  # of the training, None before the run's end
