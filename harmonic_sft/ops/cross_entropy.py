@@ -45,8 +45,8 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
     p_j is proportional to (d_j ** 2 + eps) ** h_exp. The label's distance and those of a few
     nearest prototypes are taken by direct difference, so that confident tokens and tokens near a
     wrong prototype keep their digits. A state among many prototypes that are almost equal does not:
-    those after the first eight (two of a tile on a GPU) keep the rounding of
-    |x| ** 2 + |w| ** 2 - 2xw.
+    those after the first eight of a tile (on a GPU, two of one and eight in all) keep the rounding
+    of |x| ** 2 + |w| ** 2 - 2xw.
 
     | impl      | what it is                                                     | "auto" takes it |
     |-----------|----------------------------------------------------------------|-----------------|

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -367,7 +367,7 @@ def _fake_forward(*flat: Any) -> Results:
     )
 
 
-def _refuse_vmap(*_: Any) -> Any:
+def _refuse_vmap(*_: Any) -> NoReturn:
     raise NotImplementedError(
         "fused loss: expected no torch.func.vmap, under which gradients would be lost, got it. Use "
         "impl='reference'"

@@ -380,7 +380,7 @@ class Preparation:
                     "task: expected causal_lm for a decoder, whose tokens do not see those behind "
                     f"them, got masked_lm with a {type(self.model).__name__}"
                 )
-            if self.model.dtype != dtype == torch.float32:
+            if dtype == torch.float32 and self.model.dtype != dtype:
                 is_16_bit = self.model.dtype.itemsize == 2
                 logger.warning(
                     "The loaded model is in %s and becomes float32%s.",
