@@ -65,9 +65,10 @@ def draw_embeddings(payload: Row, out_png: Path) -> Path:
         line[0].set_ylabel(f"{task.replace('_', ' ')}{named}")
         for axes, model in zip(line, models, strict=True):
             axes.set(xticks=[], yticks=[])
+            colors = {"c": classes, "cmap": "Dark2"} if classes else {"color": MODELS[model][1]}
             for row in (row for row in chosen if _model(row) == model):
                 x, y = zip(*row["places"], strict=True)
-                axes.scatter(x, y, c=classes or MODELS[model][1], cmap="Dark2", s=14)
+                axes.scatter(x, y, s=14, **colors)
                 if classes is None and len(row["places"]) <= 40:
                     for token, place in enumerate(row["places"]):
                         axes.annotate(

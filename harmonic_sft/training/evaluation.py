@@ -52,6 +52,7 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import load_backbone
 from harmonic_sft.models.configuration_harmonic import quantization_method
+from harmonic_sft.models.partial_checkpoint import check_not_partial
 from harmonic_sft.results import (
     environment,
     make_folder,
@@ -482,6 +483,7 @@ def _harmonic_config(folder: Path, argument: str) -> tuple[Any, str]:
         raise ValueError(
             f"{argument}: expected a folder with a trained model, got {str(folder)!r}{advice}"
         )
+    check_not_partial(folder)
     with reading(folder):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type != "harmonic":

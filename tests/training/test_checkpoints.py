@@ -27,6 +27,7 @@ from harmonic_sft.training.checkpoints import (
     save_trained,
     write_manifest,
 )
+from harmonic_sft.training.evaluation import evaluate_folder, explain_folder
 from harmonic_sft.training.loading import check_base_config
 from harmonic_sft.training.output_folder import read_run
 from harmonic_sft.training.run import train
@@ -370,6 +371,10 @@ def test_such_a_checkpoint_is_not_taken_for_a_model(make_yaml, trainable_run):
         start(make_yaml(), *words)
     with pytest.raises(ValueError, match=message):
         read_trained(run / name)
+    with pytest.raises(ValueError, match=message):
+        evaluate_folder(run / name)
+    with pytest.raises(ValueError, match=message):
+        explain_folder(run / name, "return a [MASK]")
     AutoModelForMaskedLM.from_pretrained(run)
 
 
