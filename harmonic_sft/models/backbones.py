@@ -245,8 +245,14 @@ def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
         setattr(config, name, probability)
 
 
+def keep_float32_(backbone: PreTrainedModel, built: PreTrainedModel) -> None:
+    """Keep in float32 what its class makes so in `built`, a model of 16 bits, without naming it."""
+    made = {name for name, p in built.named_parameters() if p.dtype == torch.float32}
+    backbone._keep_in_fp32_modules_strict = made.union(backbone._keep_in_fp32_modules_strict or ())
+
+
 def castable(backbone: PreTrainedModel) -> Iterator[nn.Parameter]:
-    """Yield all parameters but those that transformers keeps in float32."""
+    """Yield all parameters but those that transformers or `keep_float32_` keeps in float32."""
     kept = tuple(f".{name}." for name in backbone._keep_in_fp32_modules_strict or ())
     for name, parameter in backbone.named_parameters():
         if not any(part in f".{name}." for part in kept):
@@ -254,7 +260,11 @@ def castable(backbone: PreTrainedModel) -> Iterator[nn.Parameter]:
 
 
 def cast_parameters_(backbone: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast all parameters but quantized ones; buffers (rotary frequencies) stay as they are."""
+    """Cast `castable` parameters but quantized ones; buffers (rotary frequencies) stay as is."""
+    if dtype != torch.float32:
+        with torch.device("meta"):
+            config = copy.deepcopy(backbone.config)
+            keep_float32_(backbone, type(backbone)._from_config(config, dtype=dtype))
     for parameter in castable(backbone):
         if not is_quantized(parameter):
             parameter.data = parameter.data.to(dtype)

@@ -388,8 +388,14 @@ def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -
     num_tokens, vocab_size = 8, model.config.vocab_size
     rows = torch.arange(2 * num_tokens, device=model.device).view(2, num_tokens) * 7 % vocab_size
     rows[1, :-1] = rows[0, :-1]  # they differ in the last token only
-    outputs = model.base_model(input_ids=rows, use_cache=True)  # whatever its configuration says
     kind = type(model).__name__
+    try:  # with a cache, whatever its configuration says
+        outputs = model.base_model(input_ids=rows, use_cache=True)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"base {name}: expected a decoder that transformers runs in this precision, got an "
+            f"error of its {kind}: {error}"
+        ) from error
     hidden_states = outputs.last_hidden_state
     if _differ(*hidden_states[:, :-1].unbind(), 0.01):
         raise ValueError(

@@ -23,6 +23,7 @@ from .backbones import (
     castable,
     check_whole,
     commit_of,
+    keep_float32_,
     known_blocks,
     settle_quantized_,
     take_cache,
@@ -266,6 +267,8 @@ class HarmonicModel(HarmonicPreTrainedModel):
     def __init__(self, config: HarmonicConfig):
         super().__init__(config)
         self.backbone = build_backbone(config.text_config)
+        if _body_dtype(self.backbone) != torch.float32:
+            keep_float32_(self.backbone, self.backbone)
         # TRL builds a reference model with what stands here, and Gemma 2 has only eager attention.
         config._attn_implementation = self.backbone.config._attn_implementation
         self._supports_flex_attn = self.backbone._supports_flex_attn

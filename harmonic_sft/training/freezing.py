@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harmonic_sft.models import HarmonicHeadModel, find_blocks, known_blocks
-from harmonic_sft.models.backbones import is_quantized
+from harmonic_sft.models.backbones import castable, is_quantized
 from harmonic_sft.training.run_config import UnfreezeConfig
 
 
@@ -30,10 +30,11 @@ def unfreeze_(model: HarmonicHeadModel, unfreeze: UnfreezeConfig) -> None:
     """Freeze the backbone except what `unfreeze` names; the head trains."""
     backbone = model.model.backbone
     model.requires_grad_(False)
-    parameters = dict(backbone.named_parameters())
+    parameters, cast = dict(backbone.named_parameters()), {id(p) for p in castable(backbone)}
     for name in _trained_names(backbone, unfreeze):
-        parameters[name].requires_grad_(True)
-        parameters[name].data = parameters[name].data.to(getattr(torch, unfreeze.dtype))
+        parameter = parameters[name].requires_grad_(True)
+        if id(parameter) in cast:
+            parameter.data = parameter.data.to(getattr(torch, unfreeze.dtype))
     model.dist_head.requires_grad_(True)
     earlier = set(model.config.trained_parameters or ())  # by another run on the same base
     model.config.trained_parameters = [

@@ -22,6 +22,8 @@ from harmonic_sft.models import (
 )
 from harmonic_sft.models.backbones import blocks_without_graph, check_whole
 from harmonic_sft.models.bases import base_of, load_base
+from harmonic_sft.training.freezing import unfreeze_
+from harmonic_sft.training.run_config import UnfreezeConfig
 from tests.decoders import FAMILIES, SIZES, V, save_decoder
 from tests.saved_models import change_json
 
@@ -99,19 +101,31 @@ def test_a_hybrid_is_loaded_again_and_refuses_to_go_back(tmp_path):
         again.generate(INPUTS, prompt_lookup_num_tokens=2, max_new_tokens=2)
 
 
-def test_what_transformers_keeps_in_float32_is_not_rounded(tmp_path):
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config = CONFIG_MAPPING["ernie4_5_moe"](**SIZES, **sizes, moe_num_experts=4, moe_k=2)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FLOAT32 = {  # families with weights that stay in float32; the second does not name them
+    "ernie4_5_moe": {**EXPERTS, "moe_num_experts": 4, "moe_k": 2},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("family", FLOAT32)
+def test_what_transformers_keeps_in_float32_is_not_rounded(tmp_path, family):
+    """Not in a block that trains either, nor after the model was saved."""
+    config = CONFIG_MAPPING[family](**SIZES, **FLOAT32[family])
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     native = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     kept = {n for n, p in native.model.named_parameters() if p.dtype == torch.float32}
     assert kept
     model = HarmonicForCausalLM.from_base(str(tmp_path), dtype=torch.bfloat16)
-    found = {n for n, p in model.model.backbone.named_parameters() if p.dtype == torch.float32}
-    assert found == kept
+    unfreeze_(model, UnfreezeConfig(last_blocks=1, dtype="bfloat16"))
+    model.save_pretrained(tmp_path / "saved")
+    again = HarmonicForCausalLM.from_pretrained(tmp_path / "saved")
     expected = native.model(INPUTS).last_hidden_state
-    assert torch.equal(model.model(INPUTS).last_hidden_state, expected)
+    for one in (model, again):
+        backbone = one.model.backbone
+        assert {n for n, p in backbone.named_parameters() if p.dtype == torch.float32} == kept
+        assert torch.equal(one.eval().model(INPUTS).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +155,14 @@ def test_what_is_no_decoder_with_a_linear_head_is_refused(tmp_path, model_type, 
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         HarmonicForCausalLM.from_base(str(tmp_path))
+
+
+def test_a_decoder_that_transformers_cannot_run_in_a_precision_is_refused(tmp_path):
+    sizes = {"d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 48, "vocab_size": V}
+    config = CONFIG_MAPPING["xlnet"](**sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="runs in this precision, got an error of its XLNet"):
+        HarmonicForCausalLM.from_base(str(tmp_path), dtype=torch.bfloat16)
 
 
 def test_a_base_without_token_embeddings_is_refused(tmp_path, monkeypatch):
