@@ -35,7 +35,8 @@ from harmonic_sft.training.run_config import RunConfig
 logger = logging.getLogger(__name__)
 RESULTS_NAME = "train"
 SYNC_SECONDS = 60.0  # until a network drive shows what another node wrote
-LOCK_SECONDS = 10.0  # workers of a killed process hold its lock until they notice
+LOCK_SECONDS = 10.0  # until a process that is ending has unlocked its folder
+_locks: set[int] = set()  # folders that this process has locked
 DRAFT = f".{RUN_FILE}.[0-9]*"  # of a process that was killed while it wrote the file
 # What a run may write before its first checkpoint; the last three say why it ended.
 EARLY_FILES = (
@@ -102,7 +103,8 @@ def check_output_folder(run: RunConfig) -> None:
     old = _run_in(folder)
     different = changed_keys(to_plain(old), run)
     checkpoint = last_checkpoint(folder) if _batch_keys(run) & set(different) else None
-    if checkpoint is not None and read_manifest(checkpoint):  # the trainer compares rows per step
+    # The trainer compares rows per step; before the first checkpoint nothing has been trained.
+    if (checkpoint is not None and read_manifest(checkpoint)) or _is_abandoned(folder):
         different = [key for key in different if key not in _batch_keys(run)]
     is_longer = different == [MAX_STEPS]
     if is_longer and (last_step := _last_step(old, folder)) < run.training.get("max_steps", -1):
@@ -286,7 +288,8 @@ def claim_output_folder(run: RunConfig) -> None:
                 different = {*changed_keys(to_plain(old), run)} - _batch_keys(run)
                 is_longer = different == {MAX_STEPS}
                 has_moved = old.output_dir != run.output_dir
-                if not (is_longer or has_moved) and old.data == run.data:
+                is_new = is_longer or has_moved or _is_abandoned(run.output_dir)
+                if not is_new and old.data == run.data:
                     return  # written again for more steps, newly signed addresses, another folder
             else:
                 logger.warning(
@@ -296,8 +299,8 @@ def claim_output_folder(run: RunConfig) -> None:
         write_whole(path, to_yaml(run))
 
 
-def check_shared(folder: Path) -> None:
-    """Make sure that all processes see the folder that the main one has claimed.
+def check_shared(folder: Path) -> bytes:
+    """Make sure that all processes see the folder that the main one has claimed; return the claim.
 
     Nodes with a folder each could train and save, but not resume.
     """
@@ -311,6 +314,13 @@ def check_shared(folder: Path) -> None:
             f"in which processes {elsewhere} do not see the run. Choose one on a drive that every "
             "node has mounted"
         )
+    return claim
+
+
+def check_claimed(folder: Path, claim: bytes) -> None:
+    """Refuse a folder that another run has claimed since, after which it may have trained there."""
+    if (folder / RUN_FILE).read_bytes() != claim:
+        raise holds_a_run(folder)
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -327,6 +337,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 def locked(folder: Path) -> Generator[None]:
     """Keep other processes from training in a folder; the system unlocks it when this one ends."""
     handle = os.open(folder, os.O_RDONLY)
+    _locks.add(handle)
     try:
         if not _wait_until(lambda: _flock(handle), LOCK_SECONDS):
             raise ValueError(
@@ -335,7 +346,18 @@ def locked(folder: Path) -> Generator[None]:
             )
         yield
     finally:
+        _close(handle)
+
+
+def _close(*handles: int) -> None:
+    """Close folders that are still open here."""
+    for handle in _locks.intersection(handles):
+        _locks.remove(handle)
         os.close(handle)
+
+
+# A forked worker of data would hold the lock of a process that was killed while it forked.
+os.register_at_fork(after_in_child=lambda: _close(*_locks))
 
 
 def _flock(handle: int) -> bool:

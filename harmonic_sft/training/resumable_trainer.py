@@ -65,6 +65,7 @@ from harmonic_sft.training.checkpoints import (
     write_manifest,
 )
 from harmonic_sft.training.output_folder import (
+    check_claimed,
     check_output_folder,
     check_same_arguments,
     check_same_settings,
@@ -118,6 +119,7 @@ class ResumableTrainer(Trainer):
         folder = Path(str(args.output_dir))
         self._empty_at_start = folder if is_empty(folder) else None
         self.claimed: Path | None = None  # the output folder, once it belongs to this run
+        self._claim: bytes | None = None  # the configuration that says so
         self._last_trained: Path | None = None  # output folder of the last `train`
         self._resumed_best: str | None = None  # the best checkpoint when the run was resumed
         self._num_kept: int | None = None  # args.save_total_limit, which is None while training
@@ -138,15 +140,16 @@ class ResumableTrainer(Trainer):
                 check_output_folder(config)
             claim_output_folder(config)
         state.wait_for_everyone()
-        check_shared(folder)
-        self.claimed = folder
+        self.claimed, self._claim = folder, check_shared(folder)
 
     @contextmanager
     def at_work(self) -> Generator[None]:
         """Keep others out of the output folder, name silent processes, and wait for pushes."""
         is_main = PartialState().is_main_process  # it alone writes, so its lock is enough
-        lock = locked(Path(str(self.args.output_dir))) if is_main else nullcontext()
-        with lock, naming_silent_peers(self.args):
+        folder = Path(str(self.args.output_dir))
+        with locked(folder) if is_main else nullcontext(), naming_silent_peers(self.args):
+            if is_main and self._claim is not None:
+                check_claimed(folder, self._claim)
             try:
                 yield
             finally:

@@ -125,6 +125,47 @@ def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, mon
     assert start(make_yaml(), "resume=true")["steps"] == 6
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_worker_of_a_killed_process_does_not_keep_its_lock(tmp_path):
+    """As one that is forked while its parent dies would for good."""
+    read, write = os.pipe()
+    with locked(tmp_path):
+        worker = os.fork()
+        if not worker:
+            os.close(write)
+            os.read(read, 1)  # until the parent has looked
+            os._exit(0)
+    with locked(tmp_path):
+        os.close(write)
+    assert os.waitpid(worker, 0)[1] == 0
+
+
+def test_a_folder_that_was_claimed_while_a_run_waited_is_refused(make_yaml, monkeypatch):
+    """By a run with other settings, which may have trained before this one locked the folder."""
+    claim = output_folder.check_shared
+
+    def slow(folder):
+        written = claim(folder)
+        if folder.name == "run":
+            claim_output_folder(load_run_config(make_yaml(), ["training.learning_rate=1"]))
+        return written
+
+    monkeypatch.setattr("harmonic_sft.training.resumable_trainer.check_shared", slow)
+    with pytest.raises(ValueError, match=r"got '.*run', which holds a run"):
+        start(make_yaml())
+    assert not [*(load_run_config(make_yaml()).output_dir).glob("checkpoint-*")]
+
+
+def test_before_the_first_checkpoint_a_batch_may_be_split_otherwise(make_yaml):
+    run = load_run_config(make_yaml(), ["resume=true"])
+    claim_output_folder(run)
+    split = ["training.per_device_train_batch_size=3", "training.gradient_accumulation_steps=5"]
+    other = load_run_config(make_yaml(), ["resume=true", *split])
+    check_output_folder(other)
+    claim_output_folder(other)
+    assert output_folder.read_run(run.output_dir)["training"]["gradient_accumulation_steps"] == 5
+
+
 def test_a_folder_that_another_process_does_not_see_is_refused(make_yaml, monkeypatch):
     run = load_run_config(make_yaml())
     claim_output_folder(run)
@@ -218,7 +259,7 @@ def test_a_drive_without_locks_is_said(tmp_path, monkeypatch, caplog):
 
 
 def test_the_lock_of_a_killed_process_is_waited_for(tmp_path):
-    """Its workers hold it for some seconds longer."""
+    """It may need a moment to end."""
     worker = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(worker, fcntl.LOCK_EX)
     threading.Timer(0.3, os.close, [worker]).start()
