@@ -142,7 +142,10 @@ class HarmonicTrainingArguments(TrainingArguments):
         },
     )
     remove_unused_columns: bool = _forced("remove_unused_columns")
-    ddp_find_unused_parameters: bool | None = _forced("ddp_find_unused_parameters")
+    ddp_find_unused_parameters: bool | None = _theirs(
+        "ddp_find_unused_parameters",
+        "Needed where a part of what trains takes no part in some steps, such as routed layers.",
+    )
     logging_nan_inf_filter: bool = _forced("logging_nan_inf_filter")
     include_num_input_tokens_seen: str = _forced(  # ty: ignore[incompatible-mutable-override]
         "include_num_input_tokens_seen"
@@ -237,7 +240,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         accelerator_config: Any = self.accelerator_config
         if accelerator_config.dispatch_batches is None:  # accelerate's own choice, for streams
             accelerator_config.dispatch_batches = False
-        metric = _metric(str(self.metric_for_best_model))
+        metric = metric_of(str(self.metric_for_best_model))
         if raw["greater_is_better"] is None and metric is not None:
             self.greater_is_better = METRICS[metric]
         # For `_changed_fields`, which returns what was given, not what transformers made of it.
@@ -329,6 +332,8 @@ class HarmonicTrainingArguments(TrainingArguments):
             ValueError: A value is wrong, or two do not go together.
         """
         self._check_transformers()  # again: `set_save` and the like may have changed them
+        if getattr(self, "activation_checkpointing", False):  # from transformers 5.18 on
+            self.gradient_checkpointing, self.activation_checkpointing = True, False
         head, h_exp = self.head, self.h_exp
         if head is None and own_head is not None:
             head, own_h_exp = _sections_of(own_head)
@@ -374,14 +379,15 @@ class HarmonicTrainingArguments(TrainingArguments):
         given = {}
         for name in their_names():
             value = getattr(self, name)
-            if name in self._derived and self._derived[name][1] is value:
+            is_parsed = name == "lr_scheduler_kwargs"  # from the text of a command line
+            if name in self._derived and self._derived[name][1] is value and not is_parsed:
                 value = self._derived[name][0]
             value = value.value if isinstance(value, Enum) else value
             # `or None`: parsers of command lines write "nothing" as None, False or an empty list.
             if name not in NOT_IN_CONFIG and (value or None) != (default_of(name) or None):
                 given[name] = value
         if "metric_for_best_model" in given:
-            metric = _metric(str(given.pop("metric_for_best_model")))
+            metric = metric_of(str(given.pop("metric_for_best_model")))
             if metric is not None:
                 given["metric_for_best_model"] = metric
             else:  # the user's compute_metrics knows it
@@ -423,7 +429,7 @@ def default_of(name: str) -> Any:
     return argument.default if argument.default_factory is MISSING else argument.default_factory()
 
 
-def _metric(name: str) -> str | None:
+def metric_of(name: str) -> str | None:
     """Return the metric of ours that a name ends in: `loss` for `eval_other_loss`."""
     metrics = [metric for metric in METRICS if f"_{name}".endswith(f"_{metric}")]
     return max(metrics, key=len, default=None)

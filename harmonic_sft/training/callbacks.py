@@ -108,12 +108,13 @@ class HeadCallback(TrainerCallback):
                 "HeadCallback: expected no exponent beside an adapter of PEFT, which would not "
                 f"save it, got {self.h_exp}. Write HeadCallback(None)"
             )
+        # transformers sets it for load_best_model_at_end and for schedules that read a metric.
         metric = str(args.metric_for_best_model).removeprefix("eval_")
-        if args.load_best_model_at_end and self.h_exp.start != self.h_exp.end and metric == "loss":
+        if self.h_exp.start != self.h_exp.end and metric == "loss":
             raise ValueError(
                 "HeadCallback: expected another metric_for_best_model than the loss, which "
                 "cannot be compared between exponents, got loss. Hold h_exp, or do without "
-                "load_best_model_at_end"
+                "load_best_model_at_end and schedules that read the metric"
             )
 
 

@@ -79,7 +79,8 @@ class MasterWeightsAdamW(torch.optim.AdamW):
 def average_gradients(weights: Iterable[nn.Parameter]) -> None:
     """Average gradients over all processes."""
     for weight in weights:
-        assert weight.grad is not None, "all that trains takes part in every step"
+        if weight.grad is None:  # it took no part here, but may have in another process
+            weight.grad = torch.zeros_like(weight, dtype=torch.float32)
         torch.distributed.all_reduce(weight.grad)
         weight.grad /= torch.distributed.get_world_size()
 
@@ -92,13 +93,18 @@ def low_precision_weights(model: nn.Module) -> list[nn.Parameter]:
     return list(low_precision.values())
 
 
-def check_optimizer(model: nn.Module, optimizer: Any, *, is_given: bool) -> None:
-    """Refuse an optimizer that would not train everything, or would lose updates."""
+def check_optimizer(model: nn.Module, optimizer: Any, scheduler: Any, *, is_given: bool) -> None:
+    """Refuse an optimizer that would not train everything, or a schedule of another one."""
     low_precision = [p.dtype for p in model.parameters() if p.requires_grad and p.itemsize < 4]
     if is_given and low_precision:
         raise ValueError(
             f"optimizers: expected none with {low_precision[0]} weights, which need float32 "
             "masters, got one. Leave the dtype in unfreeze at float32"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            "optimizers: expected a schedule of the optimizer beside it, got one of another, which "
+            "would not be what trains. Pass both: optimizers=(optimizer, schedule)"
         )
     if optimizer is None:
         return

@@ -21,6 +21,8 @@ WARNING = 0.8  # share of the timeout: before NCCL ends the process
 def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
     """Say which processes did not answer, when this one has waited for `ddp_timeout` seconds.
 
+    It also says what to do where DistributedDataParallel misses a gradient.
+
     The error comes with gloo, on CPUs. NCCL ends a process that waited, and names none: the log
     has named those that are behind by then.
     """
@@ -34,6 +36,12 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "find_unused_parameters" in str(error):
+            raise StoppedError(
+                "training: expected all that trains to take part in every step, got weights that "
+                "do not. Set training.ddp_find_unused_parameters=true, or name what trains in "
+                "model.unfreeze.patterns"
+            ) from error
         if "imed out" not in str(error):
             raise
         # The store of process 0 does not answer either, unless torchrun holds it.

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from accelerate import PartialState
 from accelerate.utils import is_compiled_module
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
@@ -452,7 +452,7 @@ def _check_model(model: Any) -> None:
             "model: expected one that is not compiled yet, got what torch.compile returned. Give "
             "the model itself, and torch_compile=True among the arguments"
         )
-    if not isinstance(model, str | PreTrainedModel):
+    if not isinstance(model, str | PreTrainedModel | PeftModel):
         raise ValueError(
             "model: expected a name, a folder or a model of transformers, got "
             f"{model.__name__ if isinstance(model, type) else type(model).__name__}"

@@ -42,7 +42,12 @@ from harmonic_sft.models import (
     HarmonicHeadModel,
     LinearHead,
 )
-from harmonic_sft.training.arguments import HarmonicTrainingArguments, changed, check_launch
+from harmonic_sft.training.arguments import (
+    HarmonicTrainingArguments,
+    changed,
+    check_launch,
+    metric_of,
+)
 from harmonic_sft.training.batches import (
     COUNTS,
     OF_LABELS,
@@ -160,7 +165,7 @@ class HarmonicTrainer(ResumableTrainer):
         vars(built)["is_quantized"] = False
         self._low_precision = low_precision_weights(built)
         is_given = optimizers[0] is not None or optimizer_cls_and_kwargs is not None
-        check_optimizer(built, optimizers[0], is_given=is_given)
+        check_optimizer(built, *optimizers, is_given=is_given)
         config, h_exp = preparation.config, preparation.config.h_exp
         if args.h_exp is None and h_exp is not None and h_exp.start != h_exp.end:
             logger.warning(
@@ -531,6 +536,7 @@ class HarmonicTrainer(ResumableTrainer):
         # The processes' losses are parts of one sum; transformers would weigh them by rows.
         return self.accelerator.reduce(outputs[0], "mean"), *outputs[1:]
 
+    @torch.random.fork_rng(devices=[])  # or dropout would depend on how often a run is evaluated
     def evaluation_loop(
         self,
         dataloader: DataLoader,
@@ -662,7 +668,13 @@ def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
 
 def _check_best_metric(model: HarmonicHeadModel, args: HarmonicTrainingArguments) -> None:
     """Refuse to choose checkpoints by a metric of classes where the labels are none."""
-    metric = (args.metric_for_best_model or "loss").removeprefix("eval_")
+    name = args.metric_for_best_model or "loss"
+    if metric_of(name) is None:
+        raise ValueError(
+            f"metric_for_best_model: expected one of {list(METRICS)} without compute_metrics, got "
+            f"{name!r}"
+        )
+    metric = name.removeprefix("eval_")
     is_span = isinstance(model, HarmonicForQuestionAnswering)
     has_classes = not is_span and not model.has_free_labels(torch.zeros(1, dtype=torch.int64))
     if metric in METRICS and metric != "loss" and not has_classes:

@@ -30,6 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "logging_steps": 10,
     "save_total_limit": 3,
     "enable_jit_checkpoint": True,  # ours: at the end of a step
+    "ddp_find_unused_parameters": False,  # frozen ones are known not to take part
     "seed": 42,
 }
 FORCED: dict[str, tuple[Any, str]] = {  # the value, and why
@@ -37,7 +38,6 @@ FORCED: dict[str, tuple[Any, str]] = {  # the value, and why
         False,
         "your data_collator gets rows as they are; use dataset.remove_columns([...])",
     ),
-    "ddp_find_unused_parameters": (False, "frozen parameters are known not to take part"),
     "logging_nan_inf_filter": (False, "it would hide what the trainer stops at"),
     "include_num_input_tokens_seen": ("non_padding", "speeds count no padding"),
     "dataloader_in_order": (True, "the order of rows would depend on how fast the workers are"),
@@ -181,8 +181,13 @@ def _check_best_model(training: Mapping[str, Any], *, is_annealed: bool) -> None
         raise ValueError(
             f"training.metric_for_best_model: expected one of {list(METRICS)}, got {metric!r}"
         )
-    is_sought = training.get("load_best_model_at_end") or training.get("save_strategy") == "best"
-    if is_annealed and is_sought and metric == "loss":
+    is_read = (
+        training.get("metric_for_best_model") is not None
+        or training.get("load_best_model_at_end")
+        or training.get("save_strategy") == "best"
+        or str(training.get("lr_scheduler_type")) in ("reduce_lr_on_plateau", "greedy")
+    )
+    if is_annealed and is_read and metric == "loss":
         raise ValueError(
             "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, "
             "got the raw loss, which rises by itself"

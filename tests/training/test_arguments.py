@@ -81,7 +81,12 @@ def test_a_loss_of_the_users_own_is_refused(loss):
         HarmonicTrainingArguments("runs/own", loss=loss)
 
 
+RISES = "training.metric_for_best_model: expected 'post_hoc_loss' while h_exp is annealed, got"
+
+
 def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
+    cosine = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 1}'}
+    assert config_of(**cosine).training["lr_scheduler_kwargs"] == {"num_cycles": 1}
     training = config_of(max_steps=7, eval_strategy="steps", eval_steps=2).training
     assert training["max_steps"] == 7
     assert training["eval_strategy"] == "steps"
@@ -132,6 +137,9 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
             "^training.eval_accumulation_steps: expected a number above 0, got 0",
         ),
         ({"data_seed": 0}, "training.data_seed: expected nothing, got 0; training.seed decides"),
+        # What reads the loss of an annealed run, which rises by itself.
+        ({"metric_for_best_model": "eval_loss"}, RISES),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, RISES),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(fields, message):
@@ -146,6 +154,9 @@ def test_arguments_that_are_set_later_are_checked_like_the_first():
         config_of(arguments.set_save(steps=4))
     with pytest.raises(ValueError, match=r"training.log_level: expected one of .*, got 'x'"):
         config_of(arguments_with().set_logging(level="x"))
+    arguments = arguments_with()
+    arguments.activation_checkpointing = True  # as `set_training` does
+    assert config_of(arguments).training["gradient_checkpointing"]
     arguments = arguments_with().set_evaluate(strategy="steps", steps=2)
     assert config_of(arguments).training["eval_steps"] == 2
     assert arguments.eval_delay == 0  # transformers sets None, and cannot compare it

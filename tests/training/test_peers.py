@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from harmonic_sft.training import peers
+from harmonic_sft.training.callbacks import StoppedError
 
 
 class Store(dict):
@@ -58,5 +59,10 @@ def test_the_timeout_holds_for_the_processes_that_accelerate_connected(monkeypat
         with peers.naming_silent_peers(SimpleNamespace(world_size=2, ddp_timeout_delta=limit)):
             backend = distributed.group.WORLD._get_backend(torch.device("cpu"))
             assert backend.options._timeout == limit
+        with (
+            pytest.raises(StoppedError, match="ddp_find_unused_parameters=true, or name"),
+            peers.naming_silent_peers(SimpleNamespace(world_size=2, ddp_timeout_delta=limit)),
+        ):
+            raise RuntimeError("pass the keyword argument `find_unused_parameters=True` to")
     finally:
         distributed.destroy_process_group()

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.elsewhere import run_python
+from tests.encoders import save_bert_tokenizer, save_encoder
 from tests.training import python_session
 from tests.training.conftest import logged, start
 
@@ -51,6 +52,29 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
             before = base[key.replace("model.backbone", "bert").replace(*HEAD)]
             moved = (first[key] - before).float().norm()
             assert (second[key] - first[key]).float().norm() < 2 * tolerance * moved, key
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_that_take_no_part_are_said_to_be_unused(make_yaml, tmp_path, launch, dtype):
+    """Longformer has some for global attention, which no token here has."""
+    base = save_encoder("longformer", tmp_path / "base", attention_window=4)
+    save_bert_tokenizer(base)
+    lines = (" ".join(f"w{(7 * i + j) % 100}" for j in range(12)) for i in range(40))
+    (tmp_path / "words.txt").write_text("\n".join(lines))
+    path = make_yaml(
+        model={"base": str(base), "dropout": 0.0},
+        data={"sources": [{"path": str(tmp_path / "words.txt")}], "eval": {"documents": 8}},
+        training={"max_steps": 3},
+        check_base=False,
+    )
+    words = [path, *DTYPES[dtype], "training.ddp_find_unused_parameters=true"]
+    launch([*words, "training.per_device_train_batch_size=4"], 2)
+    alone = [*words, "training.per_device_train_batch_size=8"]
+    one = start(*alone, f"training.output_dir={tmp_path / 'one'}")
+    two = json.loads((tmp_path / "run" / "results" / "train.json").read_text())
+    rel = 1e-5 if dtype == "float32" else 1e-2
+    assert logged(two["history"]) == pytest.approx(logged(one["history"]), rel=rel)
 
 
 def test_two_processes_in_python_equal_one(tmp_path, tiny_base, text_file, launch):

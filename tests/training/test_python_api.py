@@ -312,6 +312,9 @@ def test_an_optimizer_has_to_hold_what_trains(tiny_base, arguments, make):
     parts = (ours.dist_head, ours.model.backbone.encoder.layer[-1])  # and nothing that is frozen
     optimizer = torch.optim.SGD([p for part in parts for p in part.parameters()], lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    for other in (None, torch.optim.SGD(ours.parameters(), lr=7.0)):
+        with pytest.raises(ValueError, match="expected a schedule of the optimizer beside it"):
+            make(model=ours, optimizers=(other, schedule))
     trainer = make(model=ours, optimizers=(optimizer, schedule))
     trainer.train()
     assert trainer.optimizer.optimizer is optimizer
@@ -427,9 +430,10 @@ def test_a_model_with_an_adapter_of_peft_is_refused(tiny_base, make, monkeypatch
     for put in (lambda model, lora: model.add_adapter(lora), get_peft_model):  # in place
         ours = HarmonicForMaskedLM.from_base(str(tiny_base))
         for model in (BertForMaskedLM.from_pretrained(tiny_base), ours):
-            put(model, LoraConfig(r=2, target_modules=["query"]))
-            with pytest.raises(ValueError, match="model: expected one without a PEFT adapter, got"):
-                make(model=model)
+            wrapped = put(model, LoraConfig(r=2, target_modules=["query"])) or model
+            for one in (model, wrapped):
+                with pytest.raises(ValueError, match="expected one without a PEFT adapter, got"):
+                    make(model=one)
 
 
 def test_one_of_our_models_keeps_its_head_and_exponent(tiny_base, arguments, tmp_path, make):

@@ -227,6 +227,8 @@ def test_a_loss_or_metric_that_answers_and_numbers_do_not_have_is_refused(body, 
             make(arguments(loss={"name": "cross_entropy", "label_smoothing": 0.3}), model=model)
         with pytest.raises(ValueError, match=r"^metric_for_best_model: expected 'loss' .*accuracy"):
             make(arguments(metric_for_best_model="accuracy"), model=model, **data)
+        with pytest.raises(ValueError, match="without compute_metrics, got 'f1'"):
+            make(arguments(metric_for_best_model="f1"), model=model, **data)
 
 
 def test_a_tokenizers_sides_are_set_for_our_rows_and_kept_for_those_of_the_user(
