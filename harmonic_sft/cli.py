@@ -13,6 +13,7 @@ import traceback
 from glob import glob
 from itertools import islice
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -116,7 +117,9 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
     folder = None
     if "folder" in options and (options.folder / "run.yaml").is_file():
         folder = options.folder
-        if options.command == "train":
+        if isinstance(error, UnpicklingError):
+            parts = ["A checkpoint holds code, which is never run. Restore it, or delete it."]
+        elif options.command == "train":
             parts.append("Checkpoints that were saved are whole; add resume=true to continue.")
     try:
         folder = folder or Path(tempfile.mkdtemp(prefix="harmonic-sft-"))

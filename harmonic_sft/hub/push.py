@@ -119,8 +119,12 @@ def check_destination(to: Destination) -> None:
         raise ValueError(f"repo_id: expected owner/name, got {to.repo_id!r}. {error}") from error
     if "/" not in to.repo_id:
         raise ValueError(f"repo_id: expected owner/name, got {to.repo_id!r}")
-    if get_token() is None:
+    token = get_token()
+    if token is None:
         raise ValueError(f"token: expected to be logged in, got no token. {LOGIN}")
+    for name in ("message", "revision"):
+        if token in (vars(to)[name] or ""):
+            raise ValueError(f"{name}: expected what everybody may read, got your token")
     try:
         HfApi().whoami()
     except NO_ANSWER as error:

@@ -177,8 +177,9 @@ def weight_files(folder: Path) -> list[Path]:
     names, index = [SAFE_WEIGHTS_NAME], folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
         with reading(index):
-            paths = json.loads(index.read_bytes())["weight_map"].values()
-            names = sorted({Path(path).name for path in paths})  # none leaves the folder
+            names = sorted({*map(str, json.loads(index.read_bytes())["weight_map"].values())})
+        if outside := [name for name in names if Path(name).name != name]:
+            raise ValueError(f"{index}: expected files of the folder, got {outside[0]!r}")
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"RUN: expected a whole model in {str(folder)!r}, got no {name}")

@@ -566,3 +566,5 @@ def test_the_card_says_what_verify_found():
     assert "harmonic-sft verify" not in make_card(results=results)
     verified = {"a = b": "agrees", "c = d": "skipped"}
     assert row in make_card(results={**results, "verified": verified})
+    found = make_card(results={**results, "verified": {"a = b": "<script>alert(1)</script>"}})
+    assert "<script>" not in found

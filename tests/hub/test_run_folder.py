@@ -68,7 +68,7 @@ def test_weights_outside_of_the_folder_are_none_of_its_own(run_copy):
     for name in ("../outside.safetensors", str(run_copy.parent / "outside.safetensors")):
         index = {"weight_map": {"a": name}}
         (run_copy / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ValueError, match=r"got no outside\.safetensors"):
+        with pytest.raises(ValueError, match=r"expected files of the folder, got '.*outside\.saf"):
             read_trained(run_copy)
 
 
