@@ -464,7 +464,7 @@ def test_a_decoder_without_a_mask_reads_the_last_token_that_is_no_padding(causal
     assert torch.equal(model(input_ids).logits, model(**inputs).logits)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is not supported:FutureWarning")  # in 3.14
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is:FutureWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("pooling", ["cls", "last"])
 def test_a_classifier_traced_with_one_text_reads_each_of_three(base, causal, pooling):
