@@ -134,6 +134,11 @@ def checked_training(run: "RunConfig") -> dict[str, Any]:
             f"{pairs!r}. The betas have keys: training.adam_beta1 and training.adam_beta2"
         )
     is_adamw = optim in ("adamw_torch", "adamw_torch_fused")
+    if pairs and (is_adamw or optim == "adafactor"):
+        raise ValueError(
+            f"training.optim_args: expected nothing with {optim}, of which transformers would pass "
+            f"none on, got {pairs!r}. Its other arguments have keys of their own"
+        )
     if run.model.unfreeze.dtype == "bfloat16" and not is_adamw:
         raise ValueError(
             f"training.optim: expected adamw_torch for bfloat16 weights, got {optim!r}. "

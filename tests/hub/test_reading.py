@@ -161,12 +161,15 @@ def test_the_snippets_of_the_card_run_as_printed(hub, client, pushed, repo):
 def test_bad_input_is_one_line_before_anything_is_sent(client, hub, pushed, tmp_path):
     hub.add_repo("alice/bert", {"config.json": b'{"model_type": "bert"}'})
     sent = len([call for call in hub.requests if call[0] == "POST"])
+    token = next(iter(hub.users))
     for words, message in (
         ((tmp_path, "--repo-id", "alice/x"), "RUN: expected the output folder of a run"),
         ((pushed, "--repo-id", "alice"), "repo_id: expected owner/name"),
         ((pushed, "--repo-id", "alice/x", "--license", ""), "license: expected one that the Hub"),
         ((pushed, "--repo-id", "a/b/c"), "repo_id: expected owner/name"),
         ((pushed, "--repo-id", "alice/a--b"), "repo_id: expected owner/name"),
+        ((pushed, "--repo-id", "alice/x", "--message", token), "message: expected what everybody"),
+        ((pushed, "--repo-id", "alice/x", "--revision", token), "revision: expected what every"),
         ((pushed, "--repo-id", "alice/bert"), "with model_type 'bert' instead of 'harmonic'"),
     ):
         done = client("push", *words)

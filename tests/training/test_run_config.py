@@ -296,6 +296,10 @@ REFUSED = [
         ['training.optim_args="betas=(0.1,0.2)"'],
         r"training.optim_args: expected NAME=VALUE.*'betas=\(0.1,0.2\)'. The betas have keys",
     ),
+    (
+        ["training.optim_args=amsgrad=True"],
+        r"training.optim_args: expected nothing with adamw_torch, of which .* got 'amsgrad=True'",
+    ),
     (["training.max_grad_norm=-1"], "training.max_grad_norm: expected 0 or more, got -1"),
     *(
         (
