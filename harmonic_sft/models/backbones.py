@@ -259,14 +259,20 @@ def castable(backbone: PreTrainedModel) -> Iterator[nn.Parameter]:
             yield parameter
 
 
-def cast_parameters_(backbone: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast `castable` parameters but quantized ones; buffers (rotary frequencies) stay as is."""
+def cast_parameters_(
+    backbone: PreTrainedModel, dtype: torch.dtype, kept: Iterable[str] | None = None
+) -> None:
+    """Cast `castable` parameters; not quantized and `kept` ones, nor buffers (rotary frequencies).
+
+    `kept` are names of those that a run held in float32.
+    """
     if dtype != torch.float32:
         with torch.device("meta"):
             config = copy.deepcopy(backbone.config)
             keep_float32_(backbone, type(backbone)._from_config(config, dtype=dtype))
+    held = {id(p) for name, p in backbone.named_parameters() if name in set(kept or ())}
     for parameter in castable(backbone):
-        if not is_quantized(parameter):
+        if not is_quantized(parameter) and id(parameter) not in held:
             parameter.data = parameter.data.to(dtype)
 
 

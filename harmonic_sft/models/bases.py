@@ -135,7 +135,8 @@ def load_base(
     if is_ours and architecture in (config.architectures or []):
         model = load_checked(head_class, name, **options)
         generation_config = model.generation_config if is_causal else None
-        base = _as_base(name, model.model.backbone, dtype, model.dist_head, generation_config)
+        kept = config.float32_modules
+        base = _as_base(name, model.model.backbone, dtype, model.dist_head, generation_config, kept)
     elif config.model_type == "neobert" and architecture == "HarmonicForMaskedLM":
         model = load_checked(NeoBERTForMaskedLM, name, **options)
         base = base_of(model, dtype=dtype, is_causal=False, name=name)
@@ -145,7 +146,8 @@ def load_base(
     elif architecture == "HarmonicForMaskedLM" and (model := _load_masked(name, options)):
         base = base_of(model, dtype=dtype, is_causal=False, name=name)
     else:
-        base = _as_base(name, load_backbone(name, **options), dtype)
+        kept = config.float32_modules if is_ours else None
+        base = _as_base(name, load_backbone(name, **options), dtype, kept=kept)
     origin = {
         **base.origin,
         "base_model": Path(name).name if os.path.isabs(name) else name,
@@ -259,12 +261,15 @@ def _as_base(
     dtype: torch.dtype,
     head: Head | None = None,
     generation_config: GenerationConfig | None = None,
+    kept: list[str] | None = None,
 ) -> Base:
     """Check and cast a backbone, and drop its local path, which nobody may publish."""
     check_embeddings(name, backbone)
-    cast_parameters_(backbone, dtype)  # a base of ours may have had float32 blocks
+    cast_parameters_(backbone, dtype, kept)
     backbone.config.name_or_path = ""
     origin = {"base_dtype": str(dtype).removeprefix("torch."), "dtype": dtype}
+    if dtype != torch.float32:
+        origin["float32_modules"] = kept
     return Base(name, backbone, head, [], origin, generation_config)
 
 

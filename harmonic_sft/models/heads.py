@@ -1,5 +1,6 @@
 """Heads around other heads, and all output heads by name."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, Self
@@ -222,6 +223,8 @@ class TransformHead(MappedHead):
             raise ValueError(
                 f"transform activation: expected one of {sorted(ACT2FN)}, got {activation!r}"
             )
+        if norm_eps is not None and not 0 <= norm_eps < math.inf:
+            raise ValueError(f"transform norm_eps: expected 0 or more, got {norm_eps}")
         self.activation, self.norm_eps = activation, 1e-12 if norm_eps is None else norm_eps
         # Plain parameters: whatever adapts or quantizes linear layers leaves a head alone.
         self.dense_weight = nn.Parameter(torch.empty(hidden_size, hidden_size, dtype=torch.float32))

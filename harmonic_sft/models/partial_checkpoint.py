@@ -112,11 +112,12 @@ def base_state_dict(name: str, config: HarmonicConfig, hub: dict[str, Any]) -> d
 def _load_base_of(name: str, config: HarmonicConfig, hub: dict[str, Any]) -> PreTrainedModel:
     """Load the backbone of a checkpoint's base in the precision that the run held it in."""
     fields, _ = PreTrainedConfig.get_config_dict(name, **hub)
-    base_config = config.text_config
+    base_config, kept = config.text_config, None
     if fields.get("model_type") == "harmonic":
         base_config = HarmonicConfig.from_pretrained(name, **hub)
+        kept = base_config.float32_modules
     # Not `config.dtype`: callers may ask for another one, to which all weights are cast afterwards.
     dtype = getattr(torch, config.base_dtype or "float32")
     backbone = load_backbone(name, base_config, dtype=dtype, **hub)
-    cast_parameters_(backbone, dtype)
+    cast_parameters_(backbone, dtype, kept)
     return backbone

@@ -120,7 +120,7 @@ def eval_labels(data: LoadedData) -> np.ndarray:
 def apply_fit_(trainer: HarmonicTrainer, fit: dict[str, float]) -> None:
     """Give a newly loaded head what `fit_h_exp` found, and anneal from there.
 
-    The ratio of end to start stays that of the run.
+    The ratio of end to start stays that of the run, as far as classes differ at its end.
     """
     h_exp, loss = trainer.run_config.h_exp, trainer.run_config.loss
     assert h_exp is not None, "only a distance head is fitted"
@@ -131,7 +131,7 @@ def apply_fit_(trainer: HarmonicTrainer, fit: dict[str, float]) -> None:
         trainer.model.loss_fn = loss.prepare(trainer.model.dist_head)
     trainer.model.h_exp = fit["h_exp"]
     if h_exp.schedule != "learned":
-        end = fit["h_exp"] * h_exp.end / h_exp.start
+        end = min(fit["h_exp"] * h_exp.end / h_exp.start, -FLAT)
         trainer.anneal(replace(h_exp, start=fit["h_exp"], end=end))
 
 

@@ -1,6 +1,7 @@
 """One run from its configuration to its results."""
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from harmonic_sft.hub.run_folder import RUN_FILE
 from harmonic_sft.plots import plot_run
 from harmonic_sft.results import (
     environment,
+    leaves,
     peak_memory_bytes,
     read_results,
     read_whole,
@@ -118,6 +120,11 @@ def check_run(run: RunConfig) -> None:
         check_path(run.data.eval.source, "data.eval.source")
     args = run.training_arguments()
     check_launch(args)
+    loss = to_plain(run.loss)
+    parts = [loss, *(term["loss"] for term in loss.get("terms", ()))]
+    has_kernels = any("triton" in leaves(part).values() for part in parts)
+    if has_kernels and args.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError("loss.impl: expected auto, chunked or reference without a GPU, got triton")
     check_reporters(args.report_to or [])
     check_output_folder(run)
     is_new = not (run.output_dir / RUN_FILE).is_file()

@@ -26,6 +26,7 @@ from harmonic_sft.config import (
 from harmonic_sft.data import DataConfig, MaskConfig, check_label_settings
 from harmonic_sft.losses import LOSSES, DistillLoss
 from harmonic_sft.models import HEADS, build_head
+from harmonic_sft.models.head import FLAT
 from harmonic_sft.models.heads import behind_transform, heads_in
 from harmonic_sft.training.training_section import FORCED, checked_training
 
@@ -197,7 +198,13 @@ class HExpConfig:
                     "the exponent, or end: -4.0 to anneal it as files without this key did before"
                 )
             object.__setattr__(self, "end", self.start)  # the dataclass is frozen
-        elif learned and self.end != self.start:
+        for name in ("start", "end"):
+            if -(value := getattr(self, name)) < FLAT:
+                raise ValueError(
+                    f"{name}: expected {-FLAT:.3g} or less, got {value}, at which all classes are "
+                    "alike"
+                )
+        if learned and self.end != self.start:
             raise ValueError(
                 f"end: expected the start, {self.start}, for a learned exponent, got {self.end}"
             )

@@ -223,6 +223,8 @@ def test_a_given_model_keeps_its_parts_and_the_generator_its_state():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_unknown_activation_is_refused():
+def test_an_unknown_activation_or_an_eps_below_0_is_refused():
+    with pytest.raises(ValueError, match=r"^transform norm_eps: expected 0 or more, got -1\.0$"):
+        TransformHead(4, 9, norm_eps=-1.0)
     with pytest.raises(ValueError, match=r"^transform activation: expected one of .*, got 'glu'$"):
         TransformHead(4, 9, activation="glu")

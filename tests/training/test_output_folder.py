@@ -125,6 +125,16 @@ def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, mon
     assert start(make_yaml(), "resume=true")["steps"] == 6
 
 
+def test_kernels_without_a_gpu_are_refused_before_anything_is_loaded(make_yaml, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    terms = [{"loss": {"name": "harmonic", "impl": "triton"}}]
+    for loss in ({"name": "harmonic", "impl": "triton"}, {"name": "sum", "terms": terms}):
+        with pytest.raises(
+            ValueError, match=r"^loss\.impl: expected auto, .* without a GPU, got tri"
+        ):
+            check_run(load_run_config(make_yaml(loss=loss)))
+
+
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_worker_of_a_killed_process_does_not_keep_its_lock(tmp_path):
     """As one that is forked while its parent dies would for good."""

@@ -155,6 +155,8 @@ REFUSED = [
     (["h_exp=2.0"], "h_exp: expected a number below 0, got 2.0"),
     (["h_exp.start=-.inf"], "h_exp.start: expected a finite number"),
     (["h_exp={start: -8}"], "h_exp.end: expected .* Write end: -8.0 to hold the exponent, or end:"),
+    (["h_exp={start: -8, end: -0.012}"], "h_exp.end: expected -0.0158 or less, got -0.012, at"),
+    (["h_exp=-1e-9"], "h_exp.start: expected -0.0158 or less, got -1e-09, at which all classes"),
     (["h_exp.schedule=learned"], "h_exp.end: expected the start, -12.0, for a learned exponent"),
     (
         ["head={name: multi_head, inner: {name: dist}}", "loss=harmonic", "h_exp.calibrate=true"],

@@ -209,6 +209,22 @@ def test_blocks_of_a_bfloat16_body_train_in_their_own_dtype(make_yaml, dtype):
     assert losses(trainer)[-1] > 0
 
 
+def test_a_run_on_another_keeps_what_that_trained_in_float32(make_yaml, tmp_path):
+    """On a bfloat16 body, with the head that it had."""
+    model = {"dtype": "bfloat16", "unfreeze": {"last_blocks": 1, "dtype": "float32"}}
+    path = make_yaml(model=model, h_exp=-12.0)
+    first = start(path)
+    words = [f"model.base={tmp_path / 'run'}", "head.init=base_head", "training.max_steps=1"]
+    after = start(path, *words, f"training.output_dir={tmp_path / 'after'}")
+    assert after["before"]["loss"] == first["final"]["loss"]
+    other = "model.unfreeze={patterns: ['encoder.layer.0.*'], dtype: float32}"
+    start(path, *words, other, f"training.output_dir={tmp_path / 'other'}")
+    before, found = (load_file(tmp_path / n / "model.safetensors") for n in ("run", "other"))
+    block = [name for name in before if ".layer.2." in name]
+    assert block
+    assert all(torch.equal(found[name], before[name]) for name in block)
+
+
 def test_gradients_whose_norm_overflows_stop_before_the_step_and_name_its_rows(
     make_yaml, tmp_path, monkeypatch, caplog
 ):
