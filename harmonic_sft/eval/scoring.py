@@ -218,11 +218,14 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
 def cross_fitted(scores: TokenScores, documents: np.ndarray) -> np.ndarray:
     """Return `[3, N]`: loss, confidence and Brier score of every token at the best temperature.
 
-    That is fitted on the other half of the `documents`, `[num_rows]`; of one document, on every
-    second token.
+    That is fitted on the other half of the `documents`, `[num_rows]`, which are every second one;
+    of one document, on every second token. Where each has one label the halves are drawn, since
+    files of texts in classes may alternate between two.
     """
     fitted = np.empty((3, len(scores.labels)))
-    ranks = np.unique(documents[scores.rows], return_inverse=True)[1]
+    found, ranks = np.unique(documents[scores.rows], return_inverse=True)
+    if len(found) == len(ranks):
+        ranks = np.random.default_rng(0).permutation(ranks)
     even = (ranks if ranks.max() else np.arange(len(ranks))) % 2 == 0
     for half, other in ((even, ~even), (~even, even)):
         reported = scores.keep(half)

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal
 
 import datasets
@@ -239,10 +240,11 @@ class Preparation:
                     len(data),
                 )
             return rows
-        # A test split without labels may hold None or -1 in the column.
-        missing = {"-1"}.difference(self._labels or ())
-        labels = (row.get(column) for row in unformatted(data))
-        has_labels = any(label is not None and str(label) not in missing for label in labels)
+        # A test split without labels may hold None, -1 or -100 in the column.
+        missing = {"-1", "-100"}.difference(self._labels or ())
+        cells = (row.get(column) for row in unformatted(data))
+        each = chain.from_iterable(cell if isinstance(cell, list) else [cell] for cell in cells)
+        has_labels = any(label is not None and str(label) not in missing for label in each)
         loaded = self._load_rows(data, EVAL_NAME, has_labels=has_labels)
         if loaded.bad_rows.total:
             readable = len(loaded.eval)

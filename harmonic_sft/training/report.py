@@ -152,7 +152,8 @@ def show_closing_table(results: dict[str, Any]) -> None:
         rows.append((f"{item} frequencies alone", f"{results['unigram_loss']:.2f}", *[None] * 6))
     title = f"{results['run']}: {PREDICTED[task]} of the evaluation split"
     _show_metrics(title, rows)
-    best = results["final"].get("post_hoc_loss", results["final"]["loss"])
+    final = results["final"]
+    best = min(final["loss"], final.get("post_hoc_loss", final["loss"]))
     if results["unigram_loss"] is not None and best >= results["unigram_loss"]:
         logger.warning(
             "%s: after training it predicts no better than frequencies alone, at any temperature. "

@@ -146,6 +146,21 @@ def test_a_half_is_scored_at_the_exponent_of_the_other():
     assert metrics["h_exp"] == -12.0
 
 
+def test_texts_that_alternate_between_two_classes_are_not_halved_by_class():
+    torch.manual_seed(0)
+    head = LinearHead(D, 2)
+    with torch.no_grad():
+        head.bias.copy_(torch.tensor([1.0, -1.0]))  # so that each class asks for another factor
+    labels = torch.arange(400).remainder(2)[:, None]  # [400, 1]
+    states = 3 * head.weight.detach()[labels] + torch.randn(400, 1, D)
+    order = torch.randperm(400)
+    alternating, shuffled = (
+        metrics_of(head, rows, classes)["post_hoc_loss"]
+        for rows, classes in ((states, labels), (states[order], labels[order]))
+    )
+    assert alternating == pytest.approx(shuffled, abs=0.01)
+
+
 def test_the_best_exponent_of_long_hidden_states_is_found():
     torch.manual_seed(0)
     head = DistLayer(D, V, h_exp=-48.0, unit_sphere=False)

@@ -149,9 +149,10 @@ def test_rows_without_labels_are_predicted(tiny_base, arguments, make, model_cla
         assert found.label_ids is None
         assert "test_loss" not in found.metrics
         assert (found.predictions == expected.predictions).all()
-    if of_texts := isinstance(texts[0], str):
-        for nothing in (-1, None):  # as test splits without labels have it
-            assert trainer.predict(plain.add_column("label", [nothing] * 2)).label_ids is None
+    of_texts = isinstance(texts[0], str)
+    for nothing in (-1, -100, None):  # as test splits without labels have it
+        unknown = [nothing] * 2 if of_texts else [[nothing] * 2, [nothing]]
+        assert trainer.predict(plain.add_column("label", unknown)).label_ids is None
     blank = Dataset.from_dict({"text": [*texts, " " if of_texts else []]})
     known = blank.add_column("label", [*labels, "low" if of_texts else []])
     for rows in (blank, known.add_column("weight", [1.0] * 3)):

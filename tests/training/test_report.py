@@ -200,6 +200,8 @@ def test_a_model_that_knows_no_more_than_frequencies_is_named(unigrams, is_said,
     results |= {"neighbors_before": {"aa": ["x"], "ba": ["y"]}, "neighbors_after": {"ba": ["z"]}}
     results |= {"train_seconds": 1.0, "tokens_per_second": 1.0, "peak_memory_bytes": 1}
     results["config"]["model"] = {"task": "masked_lm"}
+    if unigrams == 4.1:  # fitted on few rows, the best temperature may lose
+        results["final"] = {**results["final"], "post_hoc_loss": 9.0, "loss": 4.0}
     show_closing_table(results)
     assert re.findall("(aa|ba) +([xyz]) +([xyz])", capsys.readouterr().out) == [("ba", "y", "z")]
     assert ("a: after training it predicts no better than frequencies" in caplog.text) == is_said
