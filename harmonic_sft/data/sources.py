@@ -150,6 +150,11 @@ def check_path(source: Source, name: str) -> bool:
         raise ValueError(
             f"{name}.path: expected an address without spaces, got some. Write %20 for each"
         )
+    if "://" in source.path and not source.path.isascii():
+        raise ValueError(
+            f"{name}.path: expected an address of ASCII characters, got {shown(source.path)}. "
+            "Quote others, as in %C3%BC"
+        )
     if is_url(source.path) and "@" in urlsplit(source.path).netloc:
         raise ValueError(
             f"{name}.path: expected an address without user and password, got {shown(source.path)} "

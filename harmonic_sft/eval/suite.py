@@ -334,7 +334,11 @@ def _relation(subject: Subject, path: Path) -> Rows:
         subject.model.dist_head.prototypes, subject.tokenizer, pairs, pieces="single"
     )
     ids = [pair for pair in ids if pair[0] != pair[1]]  # cut, cut has no offset
-    yield from _parallelograms(path.stem, "parallelogram loss", table, ids)
+    if len(ids) < MIN_PAIRS:
+        needed = f"{MIN_PAIRS} pairs of single tokens, {len(ids)} of {len(pairs)} are"
+        yield _missing("geometry", path.stem, needed)
+    else:
+        yield from _parallelograms(path.stem, "parallelogram loss", table, ids)
     words = [*(pair.first for pair in pairs), *(pair.second for pair in pairs)]
     places = [(n, n + len(pairs)) for n, pair in enumerate(pairs) if pair.first != pair.second]
     body = subject.model.model

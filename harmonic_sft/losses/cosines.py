@@ -141,8 +141,9 @@ class InfoNCELoss(Loss):
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
         """Return one loss per token, without a matrix of all pairs at once."""
+        self.check(head)
         lazy = head.lazy_logits(hidden_states)
-        assert isinstance(lazy, AffineLogits | DistanceLogits), "prepare has checked it"
+        assert isinstance(lazy, AffineLogits | DistanceLogits), "this is what was checked"
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(lazy.weight))
         candidates, targets = labels.unique(return_inverse=True)  # [U], [N]
         states = unit_rows(at_least_float32(lazy.hidden_states))

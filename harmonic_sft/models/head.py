@@ -398,23 +398,32 @@ def near_pairs(
     """Choose the pairs whose squared distances are recomputed, those of labels apart.
 
     On a CPU these are the pairs below `NEAR` * `norms`: the closest ones, at most `MOST_NEAR` a row
-    on average, so that memory stays bounded. Elsewhere, and while torch compiles or exports, they
-    are the `MOST_NEAR` closest of every row, since there no value may decide a shape or halt the
-    device. `squared` is `[N, V]`, `norms` are |x|^2 + |w|^2, `[N, V]` or of no axis, and `labels`
-    are `[N, 1]`.
+    on average, so that memory stays bounded. Elsewhere, while torch compiles or exports, and inside
+    `torch.func.vmap`, they are the `MOST_NEAR` closest of every row, since there no value may
+    decide a shape or halt the device. `squared` is `[N, V]`, `norms` are |x|^2 + |w|^2, `[N, V]` or
+    of no axis, and `labels` are `[N, 1]`.
 
     Returns:
         Their rows `[P]`, their classes `[P]`, and whether no near pair is left out for certain.
     """
-    if squared.device.type != "cpu" or torch.compiler.is_compiling():
-        num_others = squared.shape[1]
-        if labels is not None:
-            num_others -= 1
-            squared = squared.scatter(-1, labels, torch.inf)
-        closest = squared.topk(min(MOST_NEAR, num_others), largest=False).indices  # [N, K]
-        rows = torch.arange(closest.shape[0], device=closest.device).unsqueeze(-1)
-        return rows.expand_as(closest).flatten(), closest.flatten(), False
-    near = squared < NEAR * norms
+    if squared.device.type == "cpu" and not torch.compiler.is_compiling():
+        try:
+            return _pairs_below(NEAR * norms, squared, labels)
+        except RuntimeError:  # inside `vmap`
+            pass
+    num_others = squared.shape[1]
+    if labels is not None:
+        num_others -= 1
+        squared = squared.scatter(-1, labels, torch.inf)
+    closest = squared.topk(min(MOST_NEAR, num_others), largest=False).indices  # [N, K]
+    rows = torch.arange(closest.shape[0], device=closest.device).unsqueeze(-1)
+    return rows.expand_as(closest).flatten(), closest.flatten(), False
+
+
+def _pairs_below(
+    limits: Tensor, squared: Tensor, labels: Tensor | None
+) -> tuple[Tensor, Tensor, bool]:
+    near = squared < limits
     if labels is not None:
         near.scatter_(-1, labels, False)
     rows, classes = near.nonzero(as_tuple=True)

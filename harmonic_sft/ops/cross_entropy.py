@@ -77,8 +77,8 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
 
     Raises:
         ValueError: Shapes, dtypes, devices, labels (on the CPU) or an option are off.
-        NotImplementedError: Forward-mode differentiation or `torch.func.vmap` of anything but
-            impl="reference".
+        NotImplementedError: Forward-mode differentiation or a transform of `torch.func` of anything
+            but impl="reference".
 
     Source:
         Baek et al. 2025, Harmonic Loss Trains Interpretable AI Models, arXiv:2502.01628, Eq. 2,
@@ -117,8 +117,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: Shapes, dtypes, devices, labels (on the CPU) or an option are off.
-        NotImplementedError: Forward-mode differentiation or `torch.func.vmap` of anything but
-            impl="reference".
+        NotImplementedError: Forward-mode differentiation or a transform of `torch.func` of anything
+            but impl="reference".
     """
     logits = AffineLogits(hidden_states, prototypes)
     return _reduced(_cross_entropy(logits, labels, options, impl)[0], reduction)
@@ -226,7 +226,7 @@ def chunked_loss(
     # made tangent.
     is_shared = second[0] is logits.weight and kind != "sphere"
     leaves = (logits.hidden_states, logits.weight, bias, h_exp, None if is_shared else second[0])
-    _refuse_forward_mode(leaves)
+    _refuse_transforms(leaves)
     enabled = torch.is_grad_enabled()
     needs = tuple(enabled and leaf is not None and leaf.requires_grad for leaf in leaves)
     others = (needs[0], needs[1], needs[2], needs[4])  # the exponent's is made with the loss
@@ -252,7 +252,7 @@ def chunked_loss(
     return Results(*chunked_op(*arguments))
 
 
-def _refuse_forward_mode(leaves: tuple[Tensor | None, ...]) -> None:
+def _refuse_transforms(leaves: tuple[Tensor | None, ...]) -> None:
     if torch.compiler.is_compiling():
         return
     for leaf in leaves:
@@ -260,6 +260,11 @@ def _refuse_forward_mode(leaves: tuple[Tensor | None, ...]) -> None:
             raise NotImplementedError(
                 "fused loss: expected reverse-mode gradients, got a tangent of forward-mode "
                 "differentiation. Use impl='reference'"
+            )
+        if leaf is not None and torch._C._functorch.is_gradtrackingtensor(leaf):
+            raise NotImplementedError(
+                "fused loss: expected gradients by backward, got a transform of torch.func. Use "
+                "impl='reference'"
             )
 
 

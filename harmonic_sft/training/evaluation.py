@@ -111,9 +111,9 @@ def evaluate_folder(
     }
     show_metrics(str(folder), results, task=opened.task)
     log_left_out(opened.data)
+    _keep(folder, "eval", results)
     if per_document is not None:
         _write_documents(per_document, opened, scores, documents)
-    _keep(folder, "eval", results)
     return results
 
 
@@ -191,10 +191,10 @@ def evaluate_suite(
     show_suite(payload)
     if len(exponents) > 1:
         logger.info("%s", BEST)
+    _keep(folders[0], "suite", payload)
     if html is not None:
         write_whole(html, report_page(payload))
         logger.info("Report: %s", html)
-    _keep(folders[0], "suite", payload)
     return payload
 
 

@@ -172,7 +172,7 @@ def test_a_failed_transform_of_torch_func_leaves_the_teacher_as_it_was(parts):
     old, head, hidden_states, labels = parts
     loss = DistillLoss().prepare(old)
     before, weight = loss(head, hidden_states, labels), loss.teacher.weight
-    with pytest.raises(RuntimeError, match="functorch"):
+    with pytest.raises(NotImplementedError, match=r"a transform of torch\.func"):
         torch.func.grad(lambda states: loss(head, states, labels).sum())(hidden_states)
     assert loss.teacher.weight is weight
     assert type(weight.data) is torch.Tensor

@@ -58,6 +58,8 @@ def test_a_batch_of_one_label_has_nothing_to_contrast():
 def test_heads_that_do_not_compare_whole_vectors_are_refused(name):
     with pytest.raises(ValueError, match="loss info_nce: expected a head of dot products"):
         InfoNCELoss().prepare(moved_head(name))
+    with pytest.raises(ValueError, match="loss info_nce: expected a head of dot products"):
+        InfoNCELoss()(moved_head(name), torch.randn(2, D), torch.arange(2))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 4])

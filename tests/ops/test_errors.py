@@ -140,16 +140,23 @@ def test_labels_out_of_range_are_refused(labels, message, linear, impl):
     assert torch.get_num_threads() == threads
 
 
-def test_labels_inside_of_transforms_are_not_looked_at():
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("linear", [False, True])
+def test_values_inside_of_transforms_are_not_looked_at(linear):
     rows, labels = torch.randn(N, D), torch.arange(N)
+    given = {"linear": linear, "impl": "reference"}
 
     def loss(row, label):
-        return call(hidden_states=row[None], labels=label[None], linear=True, impl="reference")[0]
+        return call(hidden_states=row[None], labels=label[None], **given)[0]
 
     found = torch.func.vmap(torch.func.grad(loss))(rows, labels)
     states = rows.clone().requires_grad_()
-    call(hidden_states=states, labels=labels, linear=True).sum().backward()
+    call(hidden_states=states, labels=labels, **given).sum().backward()
     torch.testing.assert_close(found, states.grad)
+    with pytest.raises(
+        NotImplementedError, match=r"got a transform of torch\.func\. Use impl='ref"
+    ):
+        torch.func.grad(lambda x: call(hidden_states=x, labels=labels, linear=linear).sum())(rows)
 
 
 @pytest.mark.parametrize("linear", [False, True])

@@ -243,6 +243,9 @@ def sets(tmp_path):
             [{"input": f"a{letter}", "output": f"b{letter}"} for letter in "abcd"]
             + [{"input": "cc", "output": "cc"}, {"input": "aa", "output": "unknownword"}]
         ),
+        "function_vectors/antonym.json": json.dumps(
+            [{"input": f"a{x} a{x}", "output": f"b{x} a{x}"} for x in "abcd"]
+        ),
         "minimal_pairs/order.jsonl": json.dumps(
             {"sentence_good": "aa ab ac", "sentence_bad": "ac ab aa"}
         ),
@@ -316,6 +319,8 @@ def test_the_suite_measures_what_is_there_and_names_what_is_not(run_copy, sets, 
     ):
         assert isinstance(rows[key]["values"][0], float), key
     assert html.read_text().startswith("<!doctype html>")
+    assert missing["antonym"] == "3 pairs of single tokens, 0 of 4 are"
+    assert any(name == "antonym" and "hidden states" in str(metric) for name, metric in rows)
     assert "not measured: needs probing/sst2_train.tsv" in " ".join(capsys.readouterr().out.split())
 
 
