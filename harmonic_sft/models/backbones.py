@@ -270,7 +270,8 @@ def cast_parameters_(
         with torch.device("meta"):
             config = copy.deepcopy(backbone.config)
             keep_float32_(backbone, type(backbone)._from_config(config, dtype=dtype))
-    held = {id(p) for name, p in backbone.named_parameters() if name in set(kept or ())}
+    names = set(kept or ())
+    held = {id(p) for name, p in backbone.named_parameters() if name in names}
     for parameter in castable(backbone):
         if not is_quantized(parameter) and id(parameter) not in held:
             parameter.data = parameter.data.to(dtype)
