@@ -56,7 +56,7 @@ def make(tmp_path, labelled_settings):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_run_learns_and_its_folder_gives_the_same_numbers(make, tmp_path, task, capsys):
-    overrides = ("head.init=random", "training.max_steps=12", "training.save_strategy=no")
+    overrides = ("head.init=random", "training.max_steps=24", "training.save_strategy=no")
     results = start(make(task), *overrides)
     final = results["final"]
     assert final["post_hoc_loss"] < results["before"]["post_hoc_loss"]
