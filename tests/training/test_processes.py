@@ -56,7 +56,7 @@ def test_two_processes_equal_one(make_yaml, tmp_path, launch, tiny_base, text_fi
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_that_take_no_part_are_said_to_be_unused(make_yaml, tmp_path, launch, dtype):
+def test_weights_that_take_no_part_in_a_step_train_on_request(make_yaml, tmp_path, launch, dtype):
     """Longformer has some for global attention, which no token here has."""
     base = save_encoder("longformer", tmp_path / "base", attention_window=4)
     save_bert_tokenizer(base)
