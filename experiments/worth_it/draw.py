@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ARMS = {  # in words
     "dist -12": "distance, h_exp -12",
     "dist -12, prior": "distance, h_exp -12, prior",
-    "frozen": "no training, nearest row",
+    "frozen": "untrained encoder",
     "euclid": "distance off the sphere",
     "dist -24": "distance, h_exp -24",
     "annealed": "distance, h_exp -12 to -4",
