@@ -296,14 +296,6 @@ class HarmonicTrainingArguments(TrainingArguments):
                     f"early_stopping_patience: expected null without training.{name}, got "
                     f"{patience}. Set it: the best of several evaluations decides"
                 )
-        # transformers lets the best evaluation have no checkpoint if saves are rarer.
-        eval_steps = self.eval_steps or self.logging_steps
-        in_steps = self.eval_strategy == self.save_strategy == "steps"
-        if self.load_best_model_at_end and in_steps and self.save_steps != eval_steps:
-            raise ValueError(
-                f"training.save_steps: expected {eval_steps:g} as in eval_steps with "
-                f"load_best_model_at_end, got {self.save_steps:g}. Save what is evaluated"
-            )
 
     def config_for(
         self,

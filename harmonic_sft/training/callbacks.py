@@ -85,7 +85,8 @@ class HeadCallback(TrainerCallback):
         The saved learning rate of a run that ended is 0, which is wrong if it continues for longer.
         """
         self._check(args, kwargs["model"])
-        self.on_step_end(args, state, control, **kwargs)
+        if state.global_step < state.max_steps:  # or the checkpoint has its exponent
+            self.on_step_end(args, state, control, **kwargs)
         scheduler = kwargs["lr_scheduler"]
         if isinstance(scheduler, LambdaLR):
             factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]

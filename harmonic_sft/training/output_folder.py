@@ -277,26 +277,23 @@ def is_empty(folder: Path) -> bool:
 
 
 def claim_output_folder(run: RunConfig) -> None:
-    """Write the resolved configuration, which marks the folder as this run's."""
-    run.output_dir.mkdir(parents=True, exist_ok=True)
+    """Write the resolved configuration, which marks the locked folder as this run's."""
     path = run.output_dir / RUN_FILE
-    with locked(run.output_dir):
-        if path.exists():
-            check_output_folder(run)  # another process may have claimed it since
-            if run.resume:
-                old = _run_in(run.output_dir)
-                different = {*changed_keys(to_plain(old), run)} - _batch_keys(run)
-                is_longer = different == {MAX_STEPS}
-                has_moved = old.output_dir != run.output_dir
-                is_new = is_longer or has_moved or _is_abandoned(run.output_dir)
-                if not is_new and old.data == run.data:
-                    return  # written again for more steps, newly signed addresses, another folder
-            else:
-                logger.warning(
-                    "The run in %s ended before its first checkpoint. It starts again.",
-                    run.output_dir,
-                )
-        write_whole(path, to_yaml(run))
+    if path.exists():
+        check_output_folder(run)  # another process may have claimed it since
+        if run.resume:
+            old = _run_in(run.output_dir)
+            different = {*changed_keys(to_plain(old), run)} - _batch_keys(run)
+            is_longer = different == {MAX_STEPS}
+            has_moved = old.output_dir != run.output_dir
+            is_new = is_longer or has_moved or _is_abandoned(run.output_dir)
+            if not is_new and old.data == run.data:
+                return  # written again for more steps, newly signed addresses, another folder
+        else:
+            logger.warning(
+                "The run in %s ended before its first checkpoint. It starts again.", run.output_dir
+            )
+    write_whole(path, to_yaml(run))
 
 
 def check_shared(folder: Path) -> bytes:
@@ -317,12 +314,6 @@ def check_shared(folder: Path) -> bytes:
     return claim
 
 
-def check_claimed(folder: Path, claim: bytes) -> None:
-    """Refuse a folder that another run has claimed since, after which it may have trained there."""
-    if (folder / RUN_FILE).read_bytes() != claim:
-        raise holds_a_run(folder)
-
-
 def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Wait for a condition; return whether it came true."""
     end = time.monotonic() + seconds
@@ -336,6 +327,7 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @contextmanager
 def locked(folder: Path) -> Generator[None]:
     """Keep other processes from training in a folder; the system unlocks it when this one ends."""
+    folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     _locks.add(handle)
     try:

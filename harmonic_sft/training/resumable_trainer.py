@@ -20,14 +20,12 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
-    TrainerState,
     __version__,
 )
 from transformers.trainer_utils import (
     PREFIX_CHECKPOINT_DIR,
     HPSearchBackend,
     TrainOutput,
-    align_special_tokens,
     has_length,
 )
 
@@ -35,7 +33,7 @@ from harmonic_sft.data.batches import EpochSampler, MaskedRows
 from harmonic_sft.data.row_maker import rows_digest
 from harmonic_sft.data.streams import StreamedRows
 from harmonic_sft.eval.scoring import DivergedError
-from harmonic_sft.hub.run_folder import read_tensors
+from harmonic_sft.hub.run_folder import RUN_FILE, read_tensors
 from harmonic_sft.models import HarmonicConfig, HarmonicHeadModel
 from harmonic_sft.models.backbones import load_checked
 from harmonic_sft.models.configuration_harmonic import quantization_method
@@ -65,7 +63,6 @@ from harmonic_sft.training.checkpoints import (
     write_manifest,
 )
 from harmonic_sft.training.output_folder import (
-    check_claimed,
     check_output_folder,
     check_same_arguments,
     check_same_settings,
@@ -120,39 +117,42 @@ class ResumableTrainer(Trainer):
         self._empty_at_start = folder if is_empty(folder) else None
         self.claimed: Path | None = None  # the output folder, once it belongs to this run
         self._claim: bytes | None = None  # the configuration that says so
+        self._is_at_work = self._is_own = False  # in `at_work`; a run continues in its own folder
         self._last_trained: Path | None = None  # output folder of the last `train`
         self._resumed_best: str | None = None  # the best checkpoint when the run was resumed
         self._num_kept: int | None = None  # args.save_total_limit, which is None while training
         self._frozen: str | None = None  # checksum of the frozen weights
 
-    def claim_output_folder(self, *, resume: bool = False) -> None:
-        """Write the configuration into the output folder, which then belongs to this run."""
-        folder = Path(str(self.args.output_dir))
-        if self.claimed == folder:
-            return
-        if folder.expanduser() != self.run_config.output_dir:  # it was changed after `__init__`
-            self.run_config = self._preparation.configure_trial()
-        state = PartialState()
-        if state.is_main_process:
-            config = replace(self.run_config, resume=resume)
-            # What is now in a folder that was empty, such as metrics, was written by this trainer.
-            if self._empty_at_start != folder:
-                check_output_folder(config)
-            claim_output_folder(config)
-        state.wait_for_everyone()
-        self.claimed, self._claim = folder, check_shared(folder)
-
     @contextmanager
-    def at_work(self) -> Generator[None]:
-        """Keep others out of the output folder, name silent processes, and wait for pushes."""
-        is_main = PartialState().is_main_process  # it alone writes, so its lock is enough
+    def at_work(self, *, resume: bool = False, claims: bool = True) -> Generator[None]:
+        """Make the output folder this run's alone, name silent processes, and wait for pushes.
+
+        A trial of a search claims no folder. Inside such a block it does nothing.
+        """
         folder = Path(str(self.args.output_dir))
+        if self._is_at_work:
+            yield
+            return
+        if claims and folder.expanduser() != self.run_config.output_dir:
+            self.run_config = self._preparation.configure_trial()  # changed after `__init__`
+        run = replace(self.run_config, resume=resume)
+        # What is now in a folder that was empty, such as metrics, was written by this trainer.
+        is_main, claims = PartialState().is_main_process, claims and self.claimed != folder
+        if is_main and claims and self._empty_at_start != folder:
+            check_output_folder(run)
+        # The main process alone writes, so its lock is enough.
         with locked(folder) if is_main else nullcontext(), naming_silent_peers(self.args):
-            if is_main and self._claim is not None:
-                check_claimed(folder, self._claim)
+            if claims:
+                if is_main:
+                    claim_output_folder(run)
+                self.claimed, self._claim = folder, check_shared(folder)
+            elif is_main and self._claim and (folder / RUN_FILE).read_bytes() != self._claim:
+                raise holds_a_run(folder)  # of another trainer, which may have trained since
+            self._is_at_work = True
             try:
                 yield
             finally:
+                self._is_at_work = False
                 finish_pushes(self.callback_handler.callbacks)
 
     def train(
@@ -184,23 +184,19 @@ class ResumableTrainer(Trainer):
                 "train_dataset: expected the one that the trainer was made with, got another, of "
                 "which no rows were made. Make another trainer"
             )
+        is_search = trial is not None and self.hp_search_backend == HPSearchBackend.OPTUNA
         if trial is None:
             if self.model_init is not None:  # a search has changed the arguments
                 self.run_config = self._preparation.configure_trial()
             else:
                 check_same_arguments(self._original_args, self.args.to_dict())
-            if (
-                checkpoint is None
-                and self._last_trained == folder
-                and any(map(was_saved, all_checkpoints(folder)))
-            ):
+            is_again = checkpoint is None and self._last_trained == folder
+            if is_again and any(map(was_saved, all_checkpoints(folder))):
                 raise holds_a_run(folder)
-            self.claim_output_folder(resume=checkpoint is not None)
-            self._last_trained = folder
-        is_search = trial is not None and self.hp_search_backend == HPSearchBackend.OPTUNA
         try:
-            with self.at_work():
-                output = self.train_from(checkpoint, trial, ignore_keys_for_eval)
+            with self.at_work(resume=checkpoint is not None, claims=trial is None):
+                self._last_trained = folder if trial is None else self._last_trained
+                output = self._train(checkpoint, trial, ignore_keys_for_eval)
                 if is_search and self.objective is None:  # before the folder is unlocked
                     self.objective = self.compute_objective(self.evaluate())
                 return output
@@ -214,32 +210,21 @@ class ResumableTrainer(Trainer):
 
             raise optuna.TrialPruned(str(error)) from error  # so that other trials follow
 
-    def train_from(
-        self,
-        checkpoint: Path | None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """Train as `train` does, from a whole checkpoint or the start.
-
-        The caller has claimed the output folder and holds `at_work`.
-        """
-        args, accumulation = self.args, self.args.gradient_accumulation_steps
+    def _train(self, checkpoint: Path | None, *options: Any) -> TrainOutput:
+        args, accumulation, first_step = self.args, self.args.gradient_accumulation_steps, 0
+        self._is_own = False
         if self.stream_place is not None:
             self.stream_place.load(checkpoint)
         if checkpoint is not None:
             self.check_continues(checkpoint)
             state = read_state(checkpoint, needs_best=args.load_best_model_at_end)
-            if self._is_done(checkpoint, state):  # transformers would train one more step
-                logger.warning("Finished: nothing is left to train after %s.", checkpoint)
-                self._load_finished(checkpoint, state)
-                return TrainOutput(state.global_step, 0.0, {"train_runtime": 0.0})
             if isinstance(self.train_dataset, IterableDataset) and self.stream_place is None:
                 logger.warning(
                     "An IterableDataset of your own is read from its start, and the batches of all "
                     "steps taken are left out: the same rows only if none came twice."
                 )
-            self._resumed_best = state.best_model_checkpoint
+            self._resumed_best, first_step = state.best_model_checkpoint, state.global_step
+            self._is_own = checkpoint.resolve().parent == Path(str(args.output_dir)).resolve()
             accumulation = same_accumulation(checkpoint, args)
             load_neighbors_(checkpoint, self.model.loss_fn)
         # Checkpoints are deleted in `_save_checkpoint`: transformers would go by modification times
@@ -256,11 +241,22 @@ class ResumableTrainer(Trainer):
                 gradient_accumulation_steps=accumulation,
             ),
         ):
-            resumed = str(checkpoint) if checkpoint else None
-            output = super().train(resumed, trial, ignore_keys_for_eval)
+            output = super().train(str(checkpoint) if checkpoint else None, *options)
         if self._termination.agreed:
             raise SystemExit(TERMINATED)
+        if checkpoint is not None and output.global_step == first_step:
+            logger.warning("Finished: nothing is left to train after %s.", checkpoint)
         return output
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Train an epoch unless the run has ended, where transformers would take one more step."""
+        # A run from another folder may have had other reasons to stop early.
+        if self.state.global_step < self.state.max_steps and not (
+            self._is_own and self.is_stopped_early
+        ):
+            super()._run_epoch(*args, **kwargs)
+        else:
+            self.control.should_training_stop = True
 
     def check_continues(self, checkpoint: Path) -> None:
         """Refuse a checkpoint with other classes or rows, or of another commit of the base."""
@@ -365,11 +361,14 @@ class ResumableTrainer(Trainer):
             rotate(folder.parent, keep=self._num_kept, protected=[folder, best])
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Note a new best; with `save_strategy="best"` save also if a callback asked for it.
+        """Note a new best, which is saved if it is loaded at the end, whatever else is saved.
 
-        transformers would save the best alone, and lose the last steps before a SIGTERM.
+        transformers lets it have no checkpoint if saves are rarer than evaluations, and with
+        `save_strategy="best"` saves it alone: the last steps before a SIGTERM would be lost.
         """
-        return super()._determine_best_metric(metrics, trial) or self.control.should_save
+        is_best = super()._determine_best_metric(metrics, trial)
+        self.control.should_save |= is_best and self.args.load_best_model_at_end
+        return is_best or self.control.should_save
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -404,20 +403,6 @@ class ResumableTrainer(Trainer):
         if config.h_exp is not None and not self.run_config.learns_h_exp:
             self.model.h_exp = config.h_exp
 
-    def _is_done(self, checkpoint: Path, state: TrainerState) -> bool:
-        """Whether training with these arguments ends at a checkpoint."""
-        # A run from another folder may have had other epochs or other reasons to stop early.
-        is_own = checkpoint.resolve().parent == Path(str(self.args.output_dir)).resolve()
-        for callback in self.callback_handler.callbacks if is_own else []:
-            counted = cast(dict, state.stateful_callbacks).get(type(callback).__name__)
-            if isinstance(callback, EarlyStoppingCallback) and isinstance(counted, dict):
-                vars(callback).update(counted["attributes"])
-        if is_own and self.is_stopped_early:
-            return True
-        if self.args.max_steps > 0:
-            return state.global_step >= self.args.max_steps
-        return is_own and state.global_step >= state.max_steps
-
     @property
     def is_stopped_early(self) -> bool:
         """Whether early stopping has ended the training."""
@@ -426,15 +411,6 @@ class ResumableTrainer(Trainer):
             for callback in self.callback_handler.callbacks
             if isinstance(callback, EarlyStoppingCallback)
         )
-
-    def _load_finished(self, checkpoint: Path, state: TrainerState) -> None:
-        """Load a checkpoint after whose step nothing is left to train."""
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = state
-        if isinstance(self.processing_class, PreTrainedTokenizerBase):  # as `train` would do
-            align_special_tokens(self.model, self.processing_class)
-        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._load_best_model()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model; in a checkpoint, with `save: trainable`, only what trains."""

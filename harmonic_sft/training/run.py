@@ -94,9 +94,12 @@ def train(run: RunConfig) -> dict[str, Any]:
     checkpoint = last_checkpoint(run.output_dir) if run.resume else None
     if checkpoint is not None:
         trainer.check_continues(checkpoint)  # now: nothing has been written yet
-    _claim(trainer)
+    if PartialState().is_main_process:
+        if run.hub.push:
+            check_model(trainer.model.config, destination_of(run.hub), run.peft is not None)
+        show_parts(run, parts(trainer.model))
     callbacks = trainer.callback_handler.callbacks
-    with trainer.at_work():
+    with trainer.at_work(resume=run.resume):
         before = _measure_before(trainer, data, checkpoint)
         with lasting_reports(callbacks):
             trained = _train(trainer, checkpoint)
@@ -169,16 +172,6 @@ def _show_finished(run: RunConfig) -> dict[str, Any]:
     return results
 
 
-def _claim(trainer: HarmonicTrainer) -> None:
-    """Show what the run trains, and write its configuration into the output folder."""
-    run = trainer.run_config
-    if PartialState().is_main_process:
-        if run.hub.push:
-            check_model(trainer.model.config, destination_of(run.hub), run.peft is not None)
-        show_parts(run, parts(trainer.model))
-    trainer.claim_output_folder(resume=run.resume)
-
-
 def _measure_before(
     trainer: HarmonicTrainer, data: LoadedData, checkpoint: Path | None
 ) -> dict[str, Any]:
@@ -239,7 +232,8 @@ def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, Any]:
         logger.info("Continuing from %s", checkpoint)
     elif all_checkpoints(trainer.run_config.output_dir):
         logger.warning("No checkpoint is whole: the run starts again from its first step.")
-    seconds = trainer.train_from(checkpoint).metrics["train_runtime"]
+    output = trainer.train(None if checkpoint is None else str(checkpoint))
+    seconds = output.metrics["train_runtime"]
     is_short = trainer.state.global_step < trainer.state.max_steps
     if is_short and trainer.is_stopped_early:
         logger.info("Early stopping ended the run after step %d.", trainer.state.global_step)

@@ -206,17 +206,6 @@ class HarmonicTrainer(ResumableTrainer):
         self._memory = MemoryFallback(args, built)
         self._losses: list[Tensor] = []  # of the micro-batches of this step
 
-    def train_from(
-        self,
-        checkpoint: Path | None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """See `ResumableTrainer.train_from`."""
-        self.old_head = None  # it has been measured, and takes as much memory as the new one
-        self._num_bad_steps = 0  # left out in this session
-        return super().train_from(checkpoint, trial, ignore_keys_for_eval)
-
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """Wrap the model in DistributedDataParallel, also after an evaluation.
 
@@ -224,6 +213,8 @@ class HarmonicTrainer(ResumableTrainer):
         DistributedDataParallel, and accelerate prepares no model twice: every process would train
         alone.
         """
+        self.old_head = None  # it has been measured, and takes as much memory as the new one
+        self._num_bad_steps = 0  # left out in this session
         is_alone = self.args.world_size == 1
         if not is_alone and not _is_distributed(self.model_wrapped):
             self.model_wrapped = self.model
@@ -637,15 +628,15 @@ class HarmonicTrainer(ResumableTrainer):
         if kwargs:
             logger.warning("push_to_hub: the card is made of the run, without %s.", [*kwargs])
         finish_pushes(self.callback_handler.callbacks)
-        self.claim_output_folder()
-        self.save_model(_internal_call=True)
-        if not self.is_world_process_zero():
-            return ""
-        folder = Path(str(self.args.output_dir))
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-        to = replace(destination_of(hub), message=commit_message)
-        changes = {"revision": revision, "private": private}
-        return push(folder, replace(to, **{k: v for k, v in changes.items() if v is not None}))
+        with self.at_work():
+            self.save_model(_internal_call=True)
+            if not self.is_world_process_zero():
+                return ""
+            folder = Path(str(self.args.output_dir))
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+            to = replace(destination_of(hub), message=commit_message)
+            changes = {"revision": revision, "private": private}
+            return push(folder, replace(to, **{k: v for k, v in changes.items() if v is not None}))
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Check that the Hub can be pushed to; the first push creates the repo."""

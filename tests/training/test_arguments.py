@@ -115,10 +115,6 @@ def test_arguments_of_transformers_are_kept_and_derived_values_are_not():
         ),
         # What transformers would take, or end at in a traceback.
         (
-            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
-            "training.save_steps: expected 2 as in eval_steps with load_best_.*, got 500",
-        ),
-        (
             {"early_stopping_patience": 3, "eval_strategy": "steps"},
             "early_stopping_patience: expected null without training.load_best_model_at_end, got 3",
         ),
@@ -148,10 +144,6 @@ def test_what_cannot_be_honoured_is_refused(fields, message):
 
 
 def test_arguments_that_are_set_later_are_checked_like_the_first():
-    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "h_exp": -12.0}
-    arguments = arguments_with(eval_steps=2, save_steps=2, **best)
-    with pytest.raises(ValueError, match=r"training.save_steps: expected 2 .*, got 4"):
-        config_of(arguments.set_save(steps=4))
     with pytest.raises(ValueError, match=r"training.log_level: expected one of .*, got 'x'"):
         config_of(arguments_with().set_logging(level="x"))
     arguments = arguments_with()

@@ -21,6 +21,11 @@ from harmonic_sft.training.run_config import load_run_config
 from tests.training.conftest import start
 
 
+def claim_folder(run):
+    with locked(run.output_dir):
+        claim_output_folder(run)
+
+
 @pytest.fixture
 def again(run_copy):
     """A finished run that is resumed in its copy."""
@@ -37,7 +42,7 @@ def test_a_run_that_was_killed_while_it_claimed_its_folder_starts(make_yaml, wor
     run.output_dir.mkdir()
     (run.output_dir / ".run.yaml.17").write_text("head: {na")
     check_output_folder(run)
-    claim_output_folder(run)
+    claim_folder(run)
     check_output_folder(run)
 
 
@@ -77,7 +82,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_starts_again(
 )
 def test_what_no_run_writes_before_a_checkpoint_is_not_written_over(make_yaml, own):
     run = load_run_config(make_yaml())
-    claim_output_folder(run)
+    claim_folder(run)
     claim = run.output_dir / "run.yaml"
     texts = {"a run.yaml with a comment": f"# mine\n{claim.read_text()}", "damaged": "head: ["}
     if own in texts:
@@ -88,17 +93,17 @@ def test_what_no_run_writes_before_a_checkpoint_is_not_written_over(make_yaml, o
         (run.output_dir / own).parent.mkdir(exist_ok=True)
         (run.output_dir / own).touch()
     before = {path.name: path.is_file() and path.read_text() for path in run.output_dir.iterdir()}
-    for look in (check_output_folder, claim_output_folder):
+    for look in (check_output_folder, claim_folder):
         with pytest.raises(ValueError, match=r"which holds a run. Add resume=true to continue it"):
             look(run)
     assert before == {p.name: p.is_file() and p.read_text() for p in run.output_dir.iterdir()}
 
 
 def test_a_folder_that_another_run_has_claimed_since_is_refused(make_yaml):
-    claim_output_folder(load_run_config(make_yaml()))
+    claim_folder(load_run_config(make_yaml()))
     other = load_run_config(make_yaml(), ["resume=true", "training.learning_rate=1"])
     with pytest.raises(ValueError, match=r"got other values for training.learning_rate"):
-        claim_output_folder(other)
+        claim_folder(other)
 
 
 def test_a_run_that_is_resumed_before_it_began_says_so(make_yaml, caplog):
@@ -107,7 +112,7 @@ def test_a_run_that_is_resumed_before_it_began_says_so(make_yaml, caplog):
     run = load_run_config(path, ["resume=true"])
     check_run(run)
     assert caplog.messages == [f"No run in {run.output_dir} yet: a new one starts."]
-    claim_output_folder(run)
+    claim_folder(run)
     check_run(run)
     assert len(caplog.messages) == 1
 
@@ -115,7 +120,7 @@ def test_a_run_that_is_resumed_before_it_began_says_so(make_yaml, caplog):
 def test_a_folder_in_which_a_process_trains_is_refused_to_another(make_yaml, monkeypatch):
     monkeypatch.setattr(output_folder, "LOCK_SECONDS", 0)
     run = load_run_config(make_yaml())
-    claim_output_folder(run)
+    claim_folder(run)
     assert [path.name for path in run.output_dir.iterdir()] == ["run.yaml"]
     message = r"expected a folder for one process, got .* in which another one is training"
     with locked(run.output_dir):
@@ -150,35 +155,33 @@ def test_a_worker_of_a_killed_process_does_not_keep_its_lock(tmp_path):
     assert os.waitpid(worker, 0)[1] == 0
 
 
-def test_a_folder_that_was_claimed_while_a_run_waited_is_refused(make_yaml, monkeypatch):
-    """By a run with other settings, which may have trained before this one locked the folder."""
-    claim = output_folder.check_shared
+def test_a_folder_is_locked_while_a_run_waits_for_its_nodes(make_yaml, monkeypatch):
+    """Another run would claim it before this one trains."""
+    monkeypatch.setattr(output_folder, "LOCK_SECONDS", 0)
+    shared = output_folder.check_shared
 
     def slow(folder):
-        written = claim(folder)
-        if folder.name == "run":
-            claim_output_folder(load_run_config(make_yaml(), ["training.learning_rate=1"]))
-        return written
+        with pytest.raises(ValueError, match="in which another one is training"):
+            claim_folder(load_run_config(make_yaml()))
+        return shared(folder)
 
     monkeypatch.setattr("harmonic_sft.training.resumable_trainer.check_shared", slow)
-    with pytest.raises(ValueError, match=r"got '.*run', which holds a run"):
-        start(make_yaml())
-    assert not [*(load_run_config(make_yaml()).output_dir).glob("checkpoint-*")]
+    assert start(make_yaml())["steps"] == 6
 
 
 def test_before_the_first_checkpoint_a_batch_may_be_split_otherwise(make_yaml):
     run = load_run_config(make_yaml(), ["resume=true"])
-    claim_output_folder(run)
+    claim_folder(run)
     split = ["training.per_device_train_batch_size=3", "training.gradient_accumulation_steps=5"]
     other = load_run_config(make_yaml(), ["resume=true", *split])
     check_output_folder(other)
-    claim_output_folder(other)
+    claim_folder(other)
     assert output_folder.read_run(run.output_dir)["training"]["gradient_accumulation_steps"] == 5
 
 
 def test_a_folder_that_another_process_does_not_see_is_refused(make_yaml, monkeypatch):
     run = load_run_config(make_yaml())
-    claim_output_folder(run)
+    claim_folder(run)
     check_shared(run.output_dir)
     monkeypatch.setattr(output_folder, "SYNC_SECONDS", 0)
     monkeypatch.setattr(output_folder, "broadcast_object_list", lambda objects: ["of another"])
@@ -283,10 +286,10 @@ def test_an_address_that_is_signed_again_continues_a_run(make_yaml, tmp_path):
         return load_run_config(path, [sources, *words])
 
     path = make_yaml()
-    claim_output_folder(run_on("a.jsonl?X-Signature=old"))
+    claim_folder(run_on("a.jsonl?X-Signature=old"))
     again = run_on("a.jsonl?X-Signature=new", "resume=true")
     check_output_folder(again)
-    claim_output_folder(again)
+    claim_folder(again)
     assert "X-Signature=new" in (tmp_path / "run" / "run.yaml").read_text()  # `eval` reads it
     with pytest.raises(ValueError, match=r"got other values for data.sources"):
         check_output_folder(run_on("b.jsonl?X-Signature=new", "resume=true"))
@@ -294,7 +297,7 @@ def test_an_address_that_is_signed_again_continues_a_run(make_yaml, tmp_path):
 
 def test_a_run_of_max_steps_is_not_resumed_without_them(make_yaml):
     path = make_yaml()
-    claim_output_folder(load_run_config(path, ["training.max_steps=5"]))
+    claim_folder(load_run_config(path, ["training.max_steps=5"]))
     longer = ["resume=true", "training.max_steps=9", "training.learning_rate=1.0"]
     with pytest.raises(ValueError, match=r"training.learning_rate .*, training.max_steps \(then 5"):
         check_output_folder(load_run_config(path, longer))

@@ -177,6 +177,7 @@ def test_the_best_checkpoint_comes_back_with_its_exponent(make_yaml, tmp_path):
             "learning_rate": 1.0,
             "eval_strategy": "steps",
             "eval_steps": 3,
+            "save_steps": 9,  # a new best is saved in between
             "load_best_model_at_end": True,
             "metric_for_best_model": "post_hoc_loss",
         },
