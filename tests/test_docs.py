@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import yaml
 from scipy import stats
+from transformers import Trainer
 
 from experiments.__main__ import main as experiments
-from harmonic_sft import load_run_config
+from harmonic_sft import HarmonicTrainer, load_run_config
+from harmonic_sft.training.resumable_trainer import ResumableTrainer
 from harmonic_sft_cli import _parser
 
 ROOT = Path(__file__).parents[1]
@@ -233,6 +235,14 @@ def test_the_tree_names_every_file():
 def test_every_command_is_accepted(page, command):
     _, rest = _parser().parse_known_args(shlex.split(command.partition(" > ")[0])[1:])
     assert all("=" in word and not word.startswith("-") for word in rest), page
+
+
+def test_the_architecture_names_every_override_of_the_trainer():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    ours = {**vars(ResumableTrainer), **vars(HarmonicTrainer)}
+    for name, member in ours.items():
+        if callable(member) and hasattr(Trainer, name) and not name.startswith("__"):
+            assert f"`{name}`" in text, name
 
 
 class Parsed(Exception):

@@ -43,6 +43,7 @@ from harmonic_sft.models.bases import has_transform
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import SphereHead
 from harmonic_sft.models.heads import MappedHead, check_class
+from harmonic_sft.models.modeling_backbone import HarmonicPreTrainedModel
 from harmonic_sft.models.objective import negative_log_likelihood
 from harmonic_sft.training.adapters import add_lora_, as_peft_config
 from harmonic_sft.training.arguments import EVAL_NAME, TRAIN_NAME, HarmonicTrainingArguments
@@ -466,6 +467,11 @@ def _check_model(model: Any) -> None:
             f"model: expected one without a PEFT adapter, got a {type(model).__name__} with one. "
             "Merge it first: PeftModel.from_pretrained(...).merge_and_unload(), or of one that was "
             "trained here, save it and load it again. Or give peft_config"
+        )
+    if model.config.model_type == "harmonic" and not isinstance(model, HarmonicPreTrainedModel):
+        raise ValueError(
+            f"model: expected a class of this package, got a {type(model).__name__} of the code "
+            "that came with it. Import harmonic_sft before you load the model"
         )
 
 

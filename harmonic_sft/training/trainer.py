@@ -547,6 +547,8 @@ class HarmonicTrainer(ResumableTrainer):
         reads_again = not prediction_loss_only or self._has_own_loss
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
+        seed = torch.default_generator.manual_seed  # of collators that mask at random
+        seed(self.args.seed)
         inputs = self._head_inputs(dataloader, counts=not reads_again)
         scores = score(self.model, inputs, self._gather_scores)
         metrics, num_rows = {}, 0 if scores is None else scores.num_rows
@@ -557,6 +559,7 @@ class HarmonicTrainer(ResumableTrainer):
         ours = {f"{metric_key_prefix}_{key}": value for key, value in metrics.items()}
         if num_rows > 0 and not reads_again:
             return EvalLoopOutput(None, None, ours, num_rows)  # ty: ignore[invalid-argument-type]
+        seed(self.args.seed)
         output = super().evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )

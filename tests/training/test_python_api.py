@@ -31,6 +31,7 @@ from transformers import (
     TrainingArguments,
     XLMConfig,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from harmonic_sft import (
     DistLayer,
@@ -1017,3 +1018,11 @@ def test_a_body_without_architectures_has_the_task_of_its_type():
     for config in (CLIPVisionConfig(), T5Config()):
         with pytest.raises(ValueError, match="base body: expected an encoder or a decoder of text"):
             task_of("body", config, None)
+
+
+def test_a_model_of_the_code_that_came_with_it_is_refused(tiny_base, make, tmp_path):
+    """A notebook that imports this package after AutoModel... has such a one."""
+    HarmonicForMaskedLM.from_base(str(tiny_base)).save_pretrained(tmp_path / "own")
+    own = get_class_from_dynamic_module("modeling_harmonic.HarmonicForMaskedLM", tmp_path / "own")
+    with pytest.raises(ValueError, match="Import harmonic_sft before you load the model"):
+        make(model=own.from_pretrained(tmp_path / "own"))

@@ -10,7 +10,12 @@ import optuna
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import ProgressCallback, TrainerCallback, default_data_collator
+from transformers import (
+    DataCollatorForLanguageModeling,
+    ProgressCallback,
+    TrainerCallback,
+    default_data_collator,
+)
 
 from harmonic_sft import (
     HarmonicForCausalLM,
@@ -35,6 +40,35 @@ def test_a_metric_of_the_user_keeps_its_name_and_the_loss_weighs_tokens(texts, m
     found, expected = trainer.evaluate(), make().evaluate(held_out)
     assert found["eval_accuracy"] == 0.123
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+
+
+def test_loss_and_metrics_of_the_user_are_of_the_same_random_masks(texts, make, tokenizer):
+    """The data are read twice, and again by the next evaluation."""
+
+    def mean_nll(found):
+        is_scored = found.label_ids != -100
+        log_p = torch.tensor(found.predictions[is_scored]).double().log_softmax(-1)
+        labels = torch.tensor(found.label_ids[is_scored])
+        return {"tokens": len(labels), "nll": -log_p[range(len(labels)), labels].mean().item()}
+
+    rows = texts.select(range(20)).map(
+        lambda row: tokenizer(row["text"], truncation=True, max_length=32),
+        remove_columns=["text"],
+    )
+    trainer = make(
+        train_dataset=None,
+        eval_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer),
+        compute_metrics=mean_nll,
+    )
+    state, found = torch.get_rng_state(), trainer.evaluate()
+    assert found["eval_nll"] == pytest.approx(found["eval_loss"], rel=1e-6)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(1)
+    again = trainer.evaluate()
+    assert [again[f"eval_{key}"] for key in ("tokens", "loss")] == [
+        found[f"eval_{key}"] for key in ("tokens", "loss")
+    ]
 
 
 def test_an_evaluation_has_no_dropout(make, arguments, texts):
