@@ -7,6 +7,7 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError
@@ -18,6 +19,18 @@ from harmonic_sft.data.encoding import Piece
 from harmonic_sft.data.sections import LossOn
 
 MAX_SECONDS = 20  # for one text of a chat template
+# What templates take for today, or rows would change every day. Llama's have this date as well.
+TODAY = datetime(2024, 7, 26)
+DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<format>.*?)\1\s*\)""")
+TEMPLATE_ERRORS = (  # of a template, whose expressions Python evaluates
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TemplateError,
+    TypeError,
+    ValueError,
+)
 ROLES = ("system", "user", "assistant", "tool")
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -180,6 +193,7 @@ class ConversationWriter:
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """Return the template's text and what it marks, None for a template without marks."""
         template = self.tokenizer.get_chat_template(tools=tools)
+        template = DATE.sub(lambda call: repr(TODAY.strftime(call["format"])), template)
         has_marks = bool(GENERATION.search(template))
         names: dict[str, Any] = self.tokenizer.special_tokens_map  # the template's variables
         try:
@@ -197,7 +211,7 @@ class ConversationWriter:
                 f"tokenizer.chat_template: expected a text within {MAX_SECONDS} seconds, got none. "
                 "Repair the template, which seems to loop"
             ) from error
-        except (OverflowError, RecursionError, TemplateError, TypeError, ValueError) as error:
+        except TEMPLATE_ERRORS as error:
             raise BadRow(f"chat template: expected turns it can write, got: {error}") from error
         return str(texts[0]), [(int(a), int(b)) for a, b in marks[0]] if has_marks else None
 

@@ -353,7 +353,8 @@ def _open_binary(file: str) -> BinaryIO:
     compression = COMPRESSIONS.get(Path(path).suffix.lower())
     if compression is None:
         return cast(BinaryIO, raw)
-    return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(raw, compression), 1 << 20))
+    # What a larger read has decompressed before a file breaks off is lost.
+    return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(raw, compression), 1 << 16))
 
 
 def _open_parquet(file: str) -> pq.ParquetFile:

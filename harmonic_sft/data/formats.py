@@ -323,7 +323,7 @@ def _parsed(value: Any, name: str) -> list[Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else []
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise BadRow(f"{name}: expected JSON, got {_short(value)}") from error
     if value is None:
         return []

@@ -357,9 +357,9 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:
                 f"{name}.path: expected a folder without *, ? and [ in its name, got {str(path)!r}"
             )
         with _explained(source, name):
-            builder = load_dataset_builder(
-                str(path), name=source.name, data_files=source.data_files
-            )
+            # datasets wants a name, which "." has not.
+            place = str(path if path.name else path.resolve())
+            builder = load_dataset_builder(place, name=source.name, data_files=source.data_files)
         files_of = builder.config.data_files or {}
         splits = {str(split): [str(file) for file in files_of[split]] for split in files_of}
         card = path / "README.md"

@@ -167,7 +167,9 @@ def out_of_scope(
     from sklearn.metrics import roc_auc_score
     from sklearn.preprocessing import normalize
 
-    features, labels = normalize(train[0]), np.asarray(train[1])
+    # In float32 the cosines of states that share a mean are nearly one number.
+    inside, outside = (np.asarray(vectors, np.float64) for vectors in (inside, outside))
+    features, labels = normalize(np.asarray(train[0], np.float64)), np.asarray(train[1])
     names = np.unique(labels)
     means = np.stack([features[labels == name].mean(0) for name in names])
     residuals = features - means[np.searchsorted(names, labels)]

@@ -90,6 +90,7 @@ def similarity(first: np.ndarray, second: np.ndarray, ratings: Sequence[float]) 
         Spearman's rank correlation of the ratings with the cosine, `spearman_cosine`, and with
         minus the Euclidean distance, `spearman_l2`: the same thing on the unit sphere.
     """
+    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
     norms = np.linalg.norm(first, axis=-1) * np.linalg.norm(second, axis=-1)
     closeness = {
         "spearman_cosine": (first * second).sum(-1) / norms.clip(min=1e-12),

@@ -44,7 +44,7 @@ DOCUMENTS, PER_CLASS = 128, 8  # that are read, and of each class of a classifie
 CHECKED_ROWS = 64  # of which the load check takes the loss
 # Largest relative difference of a loss where sums are taken in another order; of a gradient norm,
 # which is a difference of large sums, ten times as much.
-TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
+TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-3}
 QUANTITIES = {"loss": 1, "grad_norm": 10}  # of a log entry, and how many tolerances each may take
 SHORT: dict[str, Any] = {  # arguments of every training here
     "max_steps": STEPS,
@@ -124,11 +124,13 @@ def verify(run: RunConfig) -> dict[str, Any]:
     path = verify_path(run.output_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{run.output_dir.name}-")
-    with beside as scratch, _quiet():
-        tokenizer, data = load_run_data(_short_data(run))
-        material = _material(data, tokenizer, min(LENGTH, run.data.context_length))
-        base = _check_base(run, data, Path(scratch, "base"))
-        pairs = _compared(run, material, Path(scratch))
+    with beside as scratch:
+        with _without(logging.INFO):
+            tokenizer, data = load_run_data(_short_data(run))
+            material = _material(data, tokenizer, min(LENGTH, run.data.context_length))
+            base = _check_base(run, data, Path(scratch, "base"))
+        with _without(logging.WARNING):  # the check of the base has given them
+            pairs = _compared(run, material, Path(scratch))
     results = {
         "run": run.output_dir.name,
         "base": base,
@@ -142,18 +144,20 @@ def verify(run: RunConfig) -> dict[str, Any]:
     logger.info("Written: %s", path)
     different = [pair["name"] for pair in pairs if pair["verdict"] == "differs"]
     if different:
+        on_cpu = run.training_arguments().device.type == "cpu"
+        advice = "" if on_cpu else "Try training.use_cpu=true; if they stay, report "
         raise ValueError(
-            f"verify: expected ways of training that agree, got {different}, which differ. Try "
-            f"training.use_cpu=true, and report {path.name} if they stay"
+            f"verify: expected ways of training that agree, got {different}, which differ. "
+            f"{advice or 'Report '}{path.name}"
         )
     return results
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
-    """Leave out what every short training would say again."""
+def _without(level: int) -> Generator[None]:
+    """Leave out what every short training would say again, up to a level of logging."""
     before = logging.root.manager.disable
-    logging.disable(logging.INFO)
+    logging.disable(level)
     try:
         yield
     finally:

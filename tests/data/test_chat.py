@@ -288,12 +288,20 @@ def test_template_that_marks_only_some_turns_is_refused(merges):
         ("{% for a in range(10 ** 9) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 // 0 }}", "division or modulo by zero"),
+        ("{{ '%(x)s' % {} }}", "'x'"),
+        ("{{ '{}'.format() }}", "index out of range"),
     ],
 )
 def test_a_template_that_the_sandbox_or_itself_stops_makes_a_bad_row(merges, template, reason):
     found = encode_one(with_template(merges, template), CHAT, "all")
     assert found.startswith("chat template: expected turns it can write, got: ")
     assert reason in found
+
+
+def test_a_template_writes_the_same_date_every_day(merges):
+    dated = with_template(merges, "{{ raise_exception(strftime_now('%d %b %Y')) }}")
+    assert encode_one(dated, CHAT, "all").endswith("got: 26 Jul 2024")
 
 
 def test_a_template_that_loops_is_stopped(merges, monkeypatch):

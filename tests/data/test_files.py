@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tracemalloc
+import zlib
 from unittest.mock import patch
 
 import pyarrow as pa
@@ -192,6 +193,9 @@ def test_cut_compressed_file_is_named_where_it_breaks(tmp_path, ending):
     path.write_bytes(whole[: len(whole) // 2])
     rows, bad_rows = read(path)
     assert len(rows) > 1000
+    if ending == ".txt.gz":  # zlib alone reads hardly more of it
+        text = zlib.decompressobj(31).decompress(path.read_bytes())
+        assert 0 <= text.count(b"\n") - len(rows) < (1 << 16) / 150
     (place,) = bad_rows.places
     first = len(rows) + (1 if "txt" in ending else 2)
     assert re.fullmatch(rf"{str(path)!r}, (from )?line {first}( on)?", place)

@@ -254,6 +254,7 @@ def turn(speaker, value):
             "sharegpt",
             "conversations[1].value.arguments: expected an object, got int 3",
         ),
+        (turn("gpt", "b") | {"tools": "9" * 5000}, "sharegpt", "tools: expected JSON, got str '99"),
         (turn("gpt", "b") | {"tools": "f(x)"}, "sharegpt", "tools: expected JSON, got str 'f(x)'"),
         (turn("gpt", "b") | {"tools": ["f"]}, "sharegpt", "tools: expected definitions of func"),
         (WITH_INPUT | {"output": ""}, "alpaca", "output: expected text, got str ''"),

@@ -86,6 +86,13 @@ def test_docstrings_of_the_standard_library_are_a_source(monkeypatch, streaming)
     assert list(documents) == [{"text": text} for text in TEXTS]
 
 
+@pytest.mark.parametrize("path", [".", "./"])
+def test_path_may_be_the_folder_that_one_is_in(tmp_path, monkeypatch, path):
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS))
+    monkeypatch.chdir(tmp_path)
+    assert texts(load(path=path)) == TEXTS
+
+
 def test_path_may_start_at_home(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder))
     assert texts(load(path="~/a.txt")) == TEXTS

@@ -15,6 +15,7 @@ from harmonic_sft.eval.features import (
     typos,
     wrong_labels,
 )
+from harmonic_sft.eval.word_similarity import similarity
 from harmonic_sft.models import HarmonicForMaskedLM
 
 
@@ -90,6 +91,24 @@ def test_texts_of_unknown_classes_lie_further_away():
     assert min(found["max_probability"], found["energy"]) > 0.95
     same = out_of_scope(train, inside, inside[::-1])
     assert all(value == pytest.approx(0.5, abs=1e-6) for value in same.values())
+
+
+def test_float32_states_with_a_large_common_mean_are_told_apart_as_exactly():
+    """As layers have them whose cosines are all 0.9999999."""
+    features, labels = clusters(num_classes=6)
+    features = (1 + 1e-4 * features).astype(np.float32)
+    is_known = np.array(labels) < "class 4"
+    known = [label for label in labels if label < "class 4"]
+    found, exact = (
+        out_of_scope((same[is_known], known), same[is_known], same[~is_known])
+        for same in (features, features.astype(np.float64))
+    )
+    ratings = range(len(features) - 1)
+    for name, number in similarity(features[:-1], features[1:], ratings).items():
+        wide = features.astype(np.float64)
+        assert number == similarity(wide[:-1], wide[1:], ratings)[name]
+    for name in ("class_mean_cosine", "nearest"):
+        assert found[name] == exact[name]
 
 
 def test_few_examples_and_wrong_labels_are_as_many_as_asked_for():

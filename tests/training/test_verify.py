@@ -3,9 +3,11 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 
+from harmonic_sft.data import batches
 from harmonic_sft.training import verify
 from harmonic_sft.training.run_config import load_run_config
 from harmonic_sft.training.trainer import HarmonicTrainer
@@ -84,6 +86,18 @@ def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
     assert main(["verify", str(path)]) == 1
     message = f"verify: expected ways of training that agree, got {NAMES[:1]}"
     assert message in capsys.readouterr().err
+
+
+def test_packed_documents_that_see_each_other_are_found(make_yaml, only, monkeypatch):
+    only("padded = packed")
+    join = batches.join_rows
+
+    def joined(rows):
+        found = join(rows)
+        return {**found, "position_ids": np.arange(len(found["input_ids"]))}
+
+    monkeypatch.setattr(batches, "join_rows", joined)
+    assert main(["verify", str(make_yaml()), "model.dtype=bfloat16", "check_base=false"]) == 1
 
 
 def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, ignorant_base, capsys):
