@@ -395,7 +395,7 @@ def _one_process(
 ) -> None:
     os.environ |= {**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(max(1, torch.get_num_threads() // way.num_processes))
-    with _quiet():
+    with _without(logging.WARNING):
         found = _take(run, way, material, folder)
     if rank == 0:
         log.write_text(json.dumps(found))
