@@ -67,6 +67,7 @@ class Distillation:
         self.teacher = copy.deepcopy(teacher).requires_grad_(False).eval()
         self.body = body
         self.weight = 1.0  # of the divergence now, from 0 to 1
+        self._last = CrossEntropyLoss()  # at weight 0
         self._states: Tensor | None = None
 
     def anneal(self, progress: float) -> None:
@@ -95,7 +96,7 @@ class Distillation:
             ValueError: The old body has not read these tokens.
         """
         if self.weight == 0:
-            return CrossEntropyLoss()(head, hidden_states, labels)
+            return self._last(head, hidden_states, labels)
         states = self._teacher_states(hidden_states)
         if self.teacher.weight.device != hidden_states.device:  # under torch.func `to` breaks it
             self.teacher.to(hidden_states.device)

@@ -1,6 +1,7 @@
 """Harmonic models for every task: masked and next tokens, classes of texts and tokens, answers."""
 
 import copy
+import inspect
 import os
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     MaskedLMOutput,
@@ -17,7 +19,10 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import can_return_tuple, logging
 
 from .backbones import CACHE, take_cache, trains
@@ -228,6 +233,15 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
+
+    def create_masks_for_generate(self, config: HarmonicConfig, **kwargs: Any) -> Any:
+        """Make the masks for a static cache in the base's own way, if its class has one."""
+        text_config = config.get_text_config()
+        base_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
+        own = inspect.getattr_static(base_class, "create_masks_for_generate", None)
+        if own is None:
+            return create_masks_for_generate(config, **kwargs)
+        return own.__get__(self)(text_config, **kwargs)  # a method of BLOOM, static in others
 
     @can_return_tuple
     def forward(  # noqa: PLR0913 - transformers looks for these names when it generates

@@ -220,8 +220,10 @@ def chunked_loss(
         h_exp, eps = logits.h_exp, logits.eps
     elif logits.bias is not None:
         bias = logits.bias if bias is None else logits.bias + bias
-    if not isinstance(h_exp, Tensor):  # this product is what torch.compile keeps symbolic
-        h_exp = h_exp * torch.ones((), dtype=torch.float64, device="cpu")
+    # torch.compile keeps a number symbolic in a product, and would compile again for each value.
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    if not isinstance(h_exp, Tensor):
+        h_exp = h_exp * one
     # Points that are the prototypes share their gradient [V, D], but on the sphere, where it is
     # made tangent.
     is_shared = second[0] is logits.weight and kind != "sphere"
@@ -237,7 +239,7 @@ def chunked_loss(
         token_weights=options.token_weights,
         second_states=second[1],
         second_bias=second[2],
-        mix=torch.tensor(mix, dtype=torch.float64, device="cpu"),
+        mix=torch.stack([factor * one for factor in mix]),
         stage=stage,
         kind=kind,
         eps=eps,

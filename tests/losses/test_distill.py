@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.modeling_outputs import BaseModelOutput
 
 from harmonic_sft.losses import CrossEntropyLoss, DistillLoss
@@ -192,3 +193,21 @@ def test_classes_that_the_teacher_rules_out_have_no_share(head):
     q, log_p = old(states).softmax(-1), new(states).log_softmax(-1)
     wanted = -torch.special.entr(q).sum(-1) - (q * log_p).sum(-1)
     torch.testing.assert_close(found, wanted)
+
+
+def test_another_weight_compiles_nothing_after_the_second(parts):
+    old, head, hidden_states, labels = parts
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    head, hidden_states = head.float(), hidden_states.float()
+    loss = DistillLoss(until=1.0).prepare(old.float())
+    compiled = torch.compile(loss, fullgraph=True, backend=counter)
+    for progress in (0.0, 0.1, 0.3, 0.45, 0.9):
+        loss.anneal(progress)
+        found = compiled(head, hidden_states, labels)
+        torch.testing.assert_close(found, loss(head, hidden_states, labels))
+    assert counter.frame_count <= 2
+    loss.anneal(1.0)
+    torch.testing.assert_close(
+        compiled(head, hidden_states, labels), loss(head, hidden_states, labels)
+    )

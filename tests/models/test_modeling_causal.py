@@ -14,6 +14,8 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
     DynamicCache,
     GenerationConfig,
     Trainer,
@@ -194,6 +196,19 @@ def test_every_way_to_generate(bases, family):
         assert torch.equal(drafted, greedy[:1])
     static = model.generate(ROWS, cache_implementation="static", **LENGTH)
     assert torch.equal(static, greedy)
+
+
+@pytest.mark.skipif(
+    "create_masks_for_generate" not in vars(BloomForCausalLM), reason="an older transformers"
+)
+def test_a_static_cache_has_the_masks_of_the_bases_own_class(tmp_path):
+    """BLOOM makes its own of two axes."""
+    config = BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    model = HarmonicForCausalLM.from_base(str(tmp_path))
+    options = {**LENGTH, "attention_mask": PADDED}
+    expected = model.generate(ROWS, use_cache=False, **options)
+    assert torch.equal(model.generate(ROWS, cache_implementation="static", **options), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # of its own compiler
