@@ -80,15 +80,15 @@ EXAMPLES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    That is 0, 1 after an error that was printed in one line, or 130 after Ctrl-C. A run that a
-    SIGTERM ended exits with 143.
+    The status is 0, or 1 after an error, which is printed in one line, or 130 after Ctrl-C. A run
+    that a SIGTERM ended exits with 143.
     """
     with redirect_stdout(LastingStream(sys.stdout)), redirect_stderr(LastingStream(sys.stderr)):
         try:
             try:
                 return _main(arguments)
             finally:
-                sys.stdout.flush()  # nobody could catch an error of Python's own flush at its end
+                sys.stdout.flush()  # an error of Python's own flush at exit could not be caught
         except OSError as error:  # such as a full disk under a log
             sys.stderr.write(f"error: {error}\n")
             return 1
@@ -101,7 +101,7 @@ class LastingStream:
     """
 
     def __init__(self, stream: Any):
-        # There is none if it was closed before the program began.
+        # `sys.stdout` is None if it was closed before the program began.
         self._stream = stream or Path(os.devnull).open("w")  # noqa: SIM115 - until the end
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
@@ -121,9 +121,9 @@ class LastingStream:
         try:
             return call(*arguments)
         except OSError as error:
-            # Else Python would flush again at its end, and print the error that it ignores.
+            # Otherwise Python would flush again at exit, and print the error that it ignores.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, of a terminal
+            if error.errno not in (errno.EPIPE, errno.EIO):  # a pipe or a terminal is gone
                 raise
 
 
@@ -160,7 +160,7 @@ def _saved(options: argparse.Namespace) -> str:
 
 
 def _end_with_launcher() -> None:
-    """Get a SIGTERM when `accelerate launch` ends, which passes on none to a single process."""
+    """Get a SIGTERM when `accelerate launch` ends: it passes none on to a single process."""
     if "ACCELERATE_MIXED_PRECISION" in os.environ and sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -177,7 +177,7 @@ def configurations() -> dict[str, Path]:
 
 
 def _check_flags(options: argparse.Namespace) -> None:
-    """Check that there is either a file or a model with data; in its place may be an override."""
+    """Check that there is a file or a model with data; the file's place may hold an override."""
     if options.model is None and options.dataset is None:
         if options.config is None:
             options.parser.error("expected a file, or --model and --dataset, got neither")
@@ -196,7 +196,7 @@ def _check_flags(options: argparse.Namespace) -> None:
 
 def _find_config(word: str) -> tuple[Path, dict[str, Path]]:
     """Return the file that a word names; for a shipped configuration also all shipped ones."""
-    if os.path.isfile(word) or Path(word).suffix:  # the former takes names of any length
+    if os.path.isfile(word) or Path(word).suffix:  # isfile takes names of any length
         return Path(word), {}
     shipped = configurations()
     return _shipped(word, shipped), shipped
@@ -235,7 +235,7 @@ def _take_overrides(options: argparse.Namespace, rest: Sequence[str]) -> None:
 
     From Python 3.13 on argparse has put both into `overrides` already.
     """
-    if against := vars(options).get("against"):  # argparse gives it all words that follow
+    if against := vars(options).get("against"):  # argparse gives --against all words that follow
         rest = [*(word for word in against if "=" in word), *rest]
         options.against = [Path(word) for word in against if "=" not in word]
     words = [*vars(options).get("overrides", ()), *rest]

@@ -7,7 +7,7 @@ names are imported when they are first used.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import harmonic_sft._minimum  # noqa: F401  (before what an older transformers does not have)
+import harmonic_sft._minimum  # noqa: F401  (before imports that an older transformers lacks)
 
 # isort: split
 from transformers import (
@@ -128,7 +128,7 @@ LAZY = {
     "train": "harmonic_sft.training.run",
 }
 
-if not TYPE_CHECKING:  # or every mistyped name would be one that may be there
+if not TYPE_CHECKING:  # or type checkers would accept every mistyped name
 
     def __getattr__(name: str) -> Any:
         if name not in LAZY:

@@ -40,10 +40,10 @@ NUM_HELD_OUT = 64  # documents, for a run without a file
 def run_command(options: argparse.Namespace) -> int:
     """Run the command that `harmonic_sft_cli` has read, and return its exit status.
 
-    That is 0, or 1 after an error that was printed in one line, or with --debug as a traceback.
+    The status is 0, or 1 after an error, which is printed in one line, or a traceback with --debug.
     """
     if gc.get_freeze_count() < 1000:  # Python 3.12 starts with some hundred
-        gc.freeze()  # what is imported, which the collector would search again and again
+        gc.freeze()  # or the collector searches all imports again and again
         if "triton" in sys.modules:
             atexit.register(gc.unfreeze)  # or triton 3.9 prints a page about leaks at the end
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -64,7 +64,7 @@ def run_command(options: argparse.Namespace) -> int:
             message = str(error) if _is_ours(error) else _unforeseen(error, options, rank)
         except Exception:  # torch's signal handler may report a dead worker at any line
             message = _unforeseen(error, options, rank)
-        sys.stdout.flush()  # tables that were printed before stand before the error
+        sys.stdout.flush()  # earlier tables stand before the error
         sys.stderr.write(f"error{where}: {without_secrets(message)}\n")
         return 1
     return 0
@@ -158,7 +158,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _make_base(run: "RunConfig", options: argparse.Namespace) -> None:
-    """Train the base of a shipped configuration first, where another shipped one makes it."""
+    """Train the base of a shipped configuration first, if another shipped one makes it."""
     from harmonic_sft.training.output_folder import check_output_folder
     from harmonic_sft.training.run import train
     from harmonic_sft.training.run_config import load_run_config
@@ -187,7 +187,7 @@ def _run_of_flags(options: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(model, dict) or not isinstance(model.get("base"), str):
         raise ValueError(f"model: expected a base beside --model, got {model!r}. Leave it out")
     config = load_base_config(ModelConfig(base=model["base"], revision=model.get("revision")))
-    check_supported(options.model, config, is_causal=True)  # a base of any task
+    check_supported(options.model, config, is_causal=True)  # accept bases of any task
     task = options.task or model.get("task")
     try:
         task = task or task_of(options.model, config, None)

@@ -23,9 +23,9 @@ STRICT = ConfigDict(extra="forbid", ser_json_inf_nan="constants")  # for pydanti
 INTEGER = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", re.I)
 MAX_VALUES = 100_000
-FEW_KEYS = 12  # which a message lists
+FEW_KEYS = 12  # up to so many known keys are listed in a message
 PLAIN = "!plain"  # the YAML tag of a scalar that is neither quoted nor tagged
-WORDS = {  # pydantic's words, and those that a writer of YAML knows
+WORDS = {  # pydantic's words, and ours for a writer of YAML
     "less than or equal to": "a number of at most",
     "greater than or equal to": "a number of at least",
     "less than": "a number below",
@@ -36,7 +36,7 @@ WORDS = {  # pydantic's words, and those that a writer of YAML knows
     "a dictionary": "a mapping",
     "a valid": "a",
 }
-OTHER_NAMES = {  # of keys, in other programs
+OTHER_NAMES = {  # what other programs call our keys
     "base_model": "base",
     "batch_size": "per_device_train_batch_size",
     "block_size": "context_length",
@@ -72,7 +72,7 @@ Place = tuple[int | str, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads scalars as YAML 1.2, so that 1e-4 is a number and `no` a string; no key twice."""
+    """Reads scalars as YAML 1.2, so that 1e-4 is a number and `no` a string; no duplicate keys."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         is_plain = kind is yaml.ScalarNode and implicit[0]
@@ -161,7 +161,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[s
 def parse(cls: type[T], data: object, prefix: str = "") -> T:
     """Check a mapping and build a pydantic dataclass with `config=STRICT` from it.
 
-    Messages begin with `prefix`, its place in the configuration.
+    Messages begin with `prefix`, the mapping's place in the configuration.
 
     Raises:
         ValueError: One line per problem, `h_exp.start: expected a number below 0, got 2.0`.
@@ -239,7 +239,7 @@ def load_text(text: str | bytes, name: str) -> Any:
 
 
 def _size(data: Any, known: dict[int, float]) -> float:
-    """Count the values in data, those of an alias wherever it is used; infinite for a loop."""
+    """Count the values in data, an alias wherever it is used; infinite for a loop."""
     if not isinstance(data, dict | list):
         return 1
     if id(data) not in known:
@@ -272,7 +272,7 @@ def _validated(hint: Any, value: Any, name: str) -> tuple[Any, list[str]]:
 
 
 def _booleans_as_numbers(given: Any, result: Any, name: str) -> Iterator[str]:
-    """Refuse what pydantic lets pass: nobody means one step by `max_steps: true`."""
+    """Yield a problem for each boolean that pydantic took as a number, as in `max_steps: true`."""
     pairs = []
     if isinstance(given, dict) and isinstance(result, dict):
         pairs = [(key, given[key], result[key]) for key in given if key in result]
@@ -289,7 +289,7 @@ def _explain(errors: Sequence[ErrorDetails], hint: Any, data: Any, prefix: str) 
     places: dict[Place, list[ErrorDetails]] = {}
     for error in errors:
         places.setdefault(_place(error, data), []).append(error)
-    # A union reports a value that one member refuses as a whole, another at a key: show the key.
+    # One member of a union may refuse a whole value, another a key in it: show only the key.
     around = {place[:depth] for place in places for depth in range(len(place))}
     return [
         _line(problems, place, hint, data, prefix)
@@ -350,10 +350,10 @@ def _expected(error: ErrorDetails) -> str:
 def unknown_key(
     name: str, key: str, known: Sequence[str], elsewhere: Callable[[], Sequence[str]] = tuple
 ) -> str:
-    """Return the message for a key that there is not; it names the nearest of the `known` ones.
+    """Return the message for an unknown key, which names the nearest of the `known` ones.
 
-    If no key of this place is written much alike, `elsewhere` is asked for those of the whole file,
-    such as `training.max_steps`. A class for `parse` has it as `key_names`.
+    If no known key is spelled much alike, `elsewhere` is asked for the keys of the whole file, such
+    as `training.max_steps`. A class for `parse` may have that function as `key_names`.
     """
     places = {word: word for word in known}
     is_longer = any(key.startswith(word) and "_" not in key[len(word) :] for word in known)
@@ -364,7 +364,7 @@ def unknown_key(
     if word not in places:
         word = _nearest(key, list(places))
         likeness = difflib.SequenceMatcher(None, key, word).ratio()
-        # In another section one of many keys is always a little like it: no word is better.
+        # Some key of the whole file is always a little alike: that is worse than no suggestion.
         if word not in known and not word.startswith(key) and likeness < 0.76:
             word = _nearest(key, known)
     place = " at the top level" if word not in known and "." not in places.get(word, ".") else ""
@@ -375,7 +375,7 @@ def unknown_key(
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return the last sentence of a message; nothing if no known word is near."""
+    """Return a last sentence that names the nearest known word; empty if none is near."""
     nearest = _nearest(word, known)
     return f". Did you mean {nearest!r}?" if nearest else ""
 
@@ -390,7 +390,7 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 
 
 def _known_keys(hint: Any, place: Place, data: Any) -> list[str]:
-    """Return the fields of the dataclass at a place; in a union, of the member that is named."""
+    """Return the fields of the dataclass at a place; for a union, of the member named in data."""
     if get_origin(hint) in (Union, UnionType):
         return [key for member in get_args(hint) for key in _known_keys(member, place, data)]
     if not dataclasses.is_dataclass(hint):

@@ -26,8 +26,8 @@ from rich.table import Table
 
 logger = logging.getLogger(__name__)
 PACKAGES = ("torch", "transformers", "datasets", "accelerate", "peft", "harmonic-sft")
-SEARCHED = (1 / 16, 16.0)  # factors on the logits, among which evaluations look for the best
-LEAST_WIDTH = 16  # to which a terminal narrows a column of text, folding longer words
+SEARCHED = (1 / 16, 16.0)  # factors on the logits between which evaluations look for the best
+LEAST_WIDTH = 16  # of a column of text in a narrow terminal, which folds longer words
 ADDRESS = re.compile(r"\b(\w+://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
 TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 MIN_TOKEN_LENGTH = 16  # shorter ones are no tokens, and may occur as words in any text
@@ -129,7 +129,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def make_folder(folder: Path, message: str) -> None:
-    """Make a folder and try a file in it, before the work whose results it takes.
+    """Make a folder and check that it takes files, before the work that will fill it.
 
     Raises:
         ValueError: It cannot be made or written: `message`, followed by the system's reason.
@@ -189,7 +189,7 @@ def reading(path: Path) -> Generator[None]:
     """
     try:
         yield
-    except Exception as error:  # tokenizers raises no subclass of it
+    except Exception as error:  # tokenizers raises Exception itself
         if isinstance(error, ValueError) and ": expected " in str(error):
             raise  # one of ours
         reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -199,9 +199,8 @@ def reading(path: Path) -> Generator[None]:
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table to standard output, numbers to the right and nothing cut off.
 
-    Heads of columns are wrapped, words as a whole; in a terminal so are long cells, and words of
-    text over `LEAST_WIDTH` letters are folded there. Floats have three decimals or digits, and None
-    is `-`.
+    Column heads wrap between words. In a terminal long cells wrap too, and words of text over
+    `LEAST_WIDTH` letters are folded. Floats have three decimals or digits, and None is `-`.
     """
     cells = [[_cell(value) for value in row] for row in rows]
     console = Console(markup=False, highlight=False, emoji=False)
@@ -227,7 +226,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[objec
 
 
 def show_best(metrics: dict[str, float]) -> str:
-    """Return the best exponent or inverse temperature; where the search ended, as a bound."""
+    """Return the best exponent or inverse temperature; as a bound if the search ended there."""
     best = metrics.get("post_hoc_h_exp", metrics.get("post_hoc_inverse_temperature", math.nan))
     h_exp = metrics.get("h_exp") if "post_hoc_h_exp" in metrics else None
     scale = best / h_exp if h_exp else best

@@ -1,4 +1,4 @@
-"""Documents to masked batches. Importing this reads only the `data:` section, not `datasets`."""
+"""Documents to masked batches. Importing this package does not import `datasets`."""
 
 from harmonic_sft.data.sections import (
     DataConfig,

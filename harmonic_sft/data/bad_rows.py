@@ -19,13 +19,13 @@ class BadRow(ValueError):
 class BadRows:
     """Rows that are left out and counted, or an error where none may be skipped.
 
-    A place counts once, however often it is read. Blank documents are never an error and have no
-    place: there may be more of them than of others.
+    A bad row counts once, however often its place is read. Blank documents are never an error,
+    and only counted: there may be too many to keep their places.
     """
 
-    places: dict[str, tuple[str, int]] = field(default_factory=dict)  # reason, rows
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)  # reason and number of rows
     blank: int = 0
-    unscored_tokens: int = 0  # of parts of documents in which nothing may be predicted
+    unscored_tokens: int = 0  # in the chunks left out because none of their tokens may be predicted
     skip: bool = True
 
     @property
@@ -40,10 +40,10 @@ class BadRows:
         return [f"{place}: {reason}" for place, (reason, _) in shown]
 
     def report(self, name: str, place: str, reason: str, rows: int = 1) -> None:
-        """Count rows of the source called `name` that cannot be used, and that stand at a place.
+        """Count the unusable rows at one place of the source called `name`.
 
         Raises:
-            ValueError: They are not blank, and none may be skipped.
+            ValueError: The rows are not blank, and `skip` is False.
         """
         if reason == BLANK:
             self.blank += 1

@@ -25,10 +25,10 @@ class MaskedRows(torch.utils.data.Dataset):
     Args:
         rows: Columns `input_ids`, `source`, `document` and `chunk`, and what else `masker` reads.
         masker: Makes `input_ids` and `labels` of a row and an epoch.
-        packs: Numbers of the rows of each pack; an item is then a pack instead of a row. Every row
-            is masked by its own name, so the masks are those of the same rows unpacked.
-        fixed_epoch: Mask every pass as this epoch, for evaluations that can be compared. accelerate
-            numbers the passes over evaluation sets too; the number is then ignored.
+        packs: The row numbers of each pack; an item is then a pack instead of a row. Every row is
+            masked by its own (source, document, chunk), so its masks are the same without packing.
+        fixed_epoch: Mask every pass as this epoch, so that evaluations are comparable. The numbers
+            that accelerate gives to passes over evaluation sets are then ignored.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MaskedRows(torch.utils.data.Dataset):
         self._table = rows.with_format("arrow")  # reads one row five times as fast
         self.masker, self.packs, self.fixed_epoch = masker, packs, fixed_epoch
         self._epoch = torch.tensor(fixed_epoch or 0)
-        if fixed_epoch is None:  # workers that outlive an epoch see the next one's number
+        if fixed_epoch is None:  # so that persistent workers see the next epoch's number
             self._epoch.share_memory_()
 
     @property
@@ -84,7 +84,7 @@ class MaskedRows(torch.utils.data.Dataset):
 
 
 class EpochSampler(torch.utils.data.Sampler[int]):
-    """Shuffle the rows by (seed, epoch) alone, and keep the order and the masks in one epoch.
+    """Shuffle the rows by (seed, epoch) alone, and keep order and masks at the same epoch.
 
     accelerate 1.15 hands the epoch to the sampler *or* to the data set
     (`DataLoaderShard.set_epoch`). The sampler passes it on, so either way both see it.
@@ -117,17 +117,17 @@ class PaddingCollator:
         """Make one batch.
 
         Args:
-            rows: `input_ids` `[T]` and `labels`, `[T]` or a class `[]`, of each row,
-                `position_ids` `[T]` of packs, and perhaps `label_weights` as the labels.
+            rows: Each with `input_ids` `[T]` and `labels`, `[T]` or one class `[]`; packs also with
+                `position_ids` `[T]`. `label_weights`, if there are any, have the shape of `labels`.
 
         Returns:
             `input_ids`, `attention_mask`, `labels` and for packs `position_ids`, all `[B, T]`
-            int64, and the float32 `label_weights`; labels that are classes, and their weights, are
-            `[B]`. Padding has position 0: each such token is a document of its own.
+            int64, and the float32 `label_weights`. With one class per row, `labels` and
+            `label_weights` are `[B]`. Padding has position 0: each such token is a document.
         """
         fillers = {"input_ids": self.pad_token_id, "attention_mask": 0}
         fillers |= {"labels": IGNORE_INDEX, "position_ids": 0, "label_weights": 0}
-        # Rows of the user may hold tensors or lists, and a mask of their own.
+        # A user's own rows may hold tensors or lists, and an attention mask.
         arrays = ({name: np.asarray(row[name]) for name in fillers if name in row} for row in rows)
         rows = [{"attention_mask": np.ones_like(row["input_ids"]), **row} for row in arrays]
         longest = max(len(row["input_ids"]) for row in rows)
@@ -135,7 +135,7 @@ class PaddingCollator:
         batch = {}
         for name in [name for name in fillers if name in rows[0]]:
             columns = [torch.from_numpy(row[name]) for row in rows]
-            if columns[0].ndim == 0:  # one for the whole row
+            if columns[0].ndim == 0:  # one value per row
                 batch[name] = torch.stack(columns)  # [B]
                 continue
             padded = pad_sequence(columns, batch_first=True, padding_value=fillers[name])
@@ -154,7 +154,7 @@ def collate_padding_free(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, 
 def join_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Make one row of several, with `position_ids` `[T]` that start again at 0 in each.
 
-    Rows that have positions, those of packs, keep them.
+    Rows that have positions already, as packs do, keep them.
     """
     joined = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
     if "position_ids" not in joined:
@@ -166,16 +166,16 @@ def join_rows(rows: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]
 def pack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Put rows into packs by best-fit decreasing, every row whole and in one pack.
 
-    From the longest row to the shortest, each goes where it leaves the least space. Of equally long
-    rows the first comes first, and of equally full packs the one that has been so for longest.
+    Rows are placed from the longest to the shortest, each where it leaves the least space. Ties
+    go to the first row, and to the pack that was first to become so full.
 
     Args:
         lengths: `[R]`, tokens of every row, integers from 1 to `capacity`.
         capacity: Most tokens of a pack.
 
     Returns:
-        The rows' numbers in each pack, int64 and ascending; the packs in the order of their first
-        rows, so that rows keep to their neighborhood and lengths are mixed.
+        The rows' numbers in each pack, int64 and ascending. Packs are sorted by their first row, so
+        that neighboring rows stay near each other and lengths are mixed.
 
     Source:
         Ding et al. 2024, Fewer Truncations Improve Language Modeling, arXiv:2404.10830. There rows
@@ -184,7 +184,7 @@ def pack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     assert ((lengths >= 1) & (lengths <= capacity)).all(), "a row is empty or longer than a pack"
     packs: list[list[int]] = []
     by_space: defaultdict[int, deque[int]] = defaultdict(deque)
-    spaces: list[int] = []  # sorted, those in which a pack waits in `by_space`
+    spaces: list[int] = []  # sorted; the keys of `by_space` that hold a pack
     order = np.argsort(-lengths, kind="stable")
     for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         place = bisect_left(spaces, length)
@@ -206,5 +206,5 @@ def pack(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
 
 
 def fill_rate(lengths: np.ndarray, packs: Sequence[np.ndarray], capacity: int) -> float:
-    """Return the share of the places in packs of `pack` that tokens take, from 0 to 1."""
+    """Return the share of the packs' capacity that tokens fill, from 0 to 1."""
     return float(lengths.sum()) / (len(packs) * capacity)

@@ -18,11 +18,11 @@ from harmonic_sft.data.bad_rows import BadRow
 from harmonic_sft.data.encoding import Piece
 from harmonic_sft.data.sections import LossOn
 
-MAX_SECONDS = 20  # for one text of a chat template
-# What templates take for today, or rows would change every day. Llama's have this date as well.
+MAX_SECONDS = 20  # for a chat template to write one text
+# Templates get this as today's date, or rows would change daily. Llama's default to it too.
 TODAY = datetime(2024, 7, 26)
 DATE = re.compile(r"""strftime_now\(\s*(["'])(?P<format>.*?)\1\s*\)""")
-TEMPLATE_ERRORS = (  # of a template, whose expressions Python evaluates
+TEMPLATE_ERRORS = (  # what rendering can raise: Python evaluates a template's expressions
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -40,15 +40,15 @@ class Conversation:
     """Turns of roles system, user, assistant and tool, as chat templates take them.
 
     Raises:
-        BadRow: No model could have had these turns with a user. A system turn stands first only;
-            the assistant has a turn before it to answer; a tool answers the assistant or stands
-            beside another tool's answer. Two turns of one role in a row are allowed, as ChatML's
-            templates do; a chat template that refuses them makes the row a bad one.
+        BadRow: The turns are no conversation. A system turn stands first only; an assistant turn
+            has a turn before it to answer; a tool turn follows the assistant or another tool. Two
+            turns of one role in a row are allowed, as in ChatML's templates; a chat template that
+            refuses them makes the row a bad one.
     """
 
     messages: list[dict[str, Any]]  # each with `role`, and `content` or `tool_calls`
     tools: list[dict[str, Any]]  # each {"type": "function", "function": {...}}
-    completion: int | None = None  # its first turn; None is the last turn of the assistant
+    completion: int | None = None  # index of its first turn; None: it is the assistant's last turn
     is_text: bool = False  # a prompt and an answer that were given as text, not as turns
 
     def __post_init__(self) -> None:
@@ -82,12 +82,13 @@ class ConversationWriter:
     Our form of a turn is its role as text, `user:\n`, its content, and an end-of-turn token: the
     tokenizer's sep token, or its eos token. Tool calls follow the content as `<tool_call>`, JSON,
     `</tool_call>`; the definitions of tools are a first turn `tools:\n`. The parts are tokenized
-    one by one, so no token lies across the edge of what is scored.
+    one by one, so no token crosses the edge of a scored part. A decoder's prompt and answer that
+    are plain text are joined without roles and tokenized as one text.
 
-    A chat template's text is tokenized as a whole. Scored is what it marks by
-    `{% generation %}`; without that, what an assistant turn adds to the text before it and its
-    header. A token across an edge counts as the turn's, and so does the special token that ends
-    the turn, but not whitespace after it.
+    A chat template's text is tokenized as a whole. In each turn to score, `{% generation %}` marks
+    the scored part; without marks it is what the turn adds after its header. A token that crosses
+    an edge counts as the turn's, and so does the special token that ends the turn, but not
+    whitespace after it.
     """
 
     def __init__(
@@ -98,14 +99,14 @@ class ConversationWriter:
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
         ]
         longest_first = sorted(added, key=lambda content: (-len(content), content))
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # never
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # no match
 
     def __call__(self, conversation: Conversation) -> list[Piece]:
         """Write one conversation.
 
         Raises:
-            BadRow: There is no turn to score, the template does not take the turns, or one of them
-                spells a special token.
+            BadRow: There is no turn to score, the chat template refuses the turns, or a text in
+                them spells a special token.
             ValueError: The tokenizer has no token for the end of a turn, or its chat template gives
                 no way to tell the assistant's turns from the others.
         """
@@ -137,7 +138,7 @@ class ConversationWriter:
                 "none. Set one of them."
             )
         everything = self.loss_on == "all"
-        if self.is_causal and conversation.is_text:  # as a decoder will be prompted
+        if self.is_causal and conversation.is_text:  # without roles, as a decoder will be prompted
             prompt = conversation.messages[0]["content"]
             text = prompt + conversation.messages[1]["content"]
             scored = True if everything else [(len(prompt), len(text))]
@@ -166,7 +167,7 @@ class ConversationWriter:
             num_turns = sum(message["role"] == "assistant" for message in messages)
             if len(marks) != num_turns:
                 raise _no_masks(f"{len(marks)} generation marks for {num_turns} assistant turns")
-            spans = marks[-len(turns) :]  # those to score are all the assistant's, or the last ones
+            spans = marks[-len(turns) :]  # the turns to score are the last, or all
         elif turns:
             for turn in turns:
                 before, _ = self._render(messages[:turn], tools, header=True)
@@ -176,7 +177,7 @@ class ConversationWriter:
                     raise _no_masks(found)
                 spans.append((len(before), len(after)))
         is_marked = marks is not None
-        # A call may stand behind the mark of its turn.
+        # A template may write a call after the mark of its turn: search up to the next one.
         ends = [start for start, _ in spans[1:]] + [len(text)]
         ends = ends if is_marked else [end for _, end in spans]
         for turn, (start, _), end in zip(turns, spans, ends, strict=False):
@@ -191,7 +192,7 @@ class ConversationWriter:
     def _render(
         self, messages: list[dict[str, Any]], tools: Any, *, header: bool = False
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Return the template's text and what it marks, None for a template without marks."""
+        """Return the text and its marked spans, None for a template without marks."""
         template = self.tokenizer.get_chat_template(tools=tools)
         template = DATE.sub(lambda call: repr(TODAY.strftime(call["format"])), template)
         has_marks = bool(GENERATION.search(template))
@@ -206,7 +207,7 @@ class ConversationWriter:
                     add_generation_prompt=header,
                     **names,
                 )
-        except TimeoutError as error:  # no bad row: a clock must not decide which rows there are
+        except TimeoutError as error:  # not a bad row: a clock must not decide which rows exist
             raise ValueError(
                 f"tokenizer.chat_template: expected a text within {MAX_SECONDS} seconds, got none. "
                 "Repair the template, which seems to loop"
@@ -216,9 +217,9 @@ class ConversationWriter:
         return str(texts[0]), [(int(a), int(b)) for a, b in marks[0]] if has_marks else None
 
     def _turn_end(self, text: str, end: int, is_marked: bool) -> int:
-        """Move a turn's end to that of its last special token; a mark may stop just before it."""
+        """Return where a turn's last special token ends; a mark may stop just before that token."""
         last = len(text[:end].rstrip())
-        # No special token is that long; the text before it need not be searched.
+        # The last 256 characters are enough: no special token is longer.
         nearby = self._special.finditer(text, max(0, last - 256), end)
         if any(match.end() == last for match in nearby):
             return last
@@ -227,7 +228,7 @@ class ConversationWriter:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts in a value of JSON, keys of objects among them."""
+    """Yield the strings in a JSON value, including the keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -239,7 +240,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 @contextmanager
 def _time_limit() -> Generator[None]:
-    """Raise TimeoutError after `MAX_SECONDS`; only the main thread of a process can."""
+    """Raise TimeoutError after `MAX_SECONDS` in the main thread; others have no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -253,7 +254,7 @@ def _time_limit() -> Generator[None]:
         signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)  # of the caller, if one was set
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # the caller's timer, if one was set
         signal.signal(signal.SIGALRM, before)
 
 

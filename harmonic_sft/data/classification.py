@@ -30,21 +30,21 @@ def class_labels(
     Args:
         train: Rows to train on.
         held_out: Rows to evaluate on.
-        names: Those of a trained model, in its order. Integers that are none of them are their
-            numbers. None takes the classes of the training rows.
-        order: The order of these classes; None sorts them.
-        has_numbers: Whether integers may be numbers of `names`; those of another data set are not.
+        names: A trained model's classes, in its order. If no label is one of them, integers are
+            taken as their numbers. None takes the classes of the training rows.
+        order: The order of the training rows' classes, if `names` is None; None sorts them.
+        has_numbers: Whether integers may be numbers of `names`, and not of another data set's.
         of_tokens: Whether a row has a label for each word.
-        seed: Of the order of the rows.
+        seed: Passed on to `ClassLabels`.
 
     Raises:
-        ValueError: Fewer than two classes, labels of two types, or a row of another class.
+        ValueError: Fewer than two classes, labels of two types, or a label that is no class.
     """
     trained, evaluated = _labels(train), _labels(held_out)
     classes = _class_names(trained, order) if names is None else list(names)
     places = {name: number for number, name in enumerate(classes)}
     labels = trained | evaluated
-    # Where names are numbers an integer is a name.
+    # If the names are integers themselves, an integer label is a name.
     has_numbers = has_numbers and names is not None and not any(map(_is_integer, names))
     is_counted = any(map(_is_integer, labels))
     if has_numbers and is_counted and places.keys().isdisjoint(map(str, labels)):
@@ -75,7 +75,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def class_counts(rows: MaskedRows) -> np.ndarray:
-    """Return how many labels of every class labeled rows have, `[V]` int64."""
+    """Count the labels of every class in labeled rows, `[V]` int64."""
     assert isinstance(rows.masker, ClassLabels), "only labeled rows have classes"
     counts = np.zeros(len(rows.masker.names), dtype=np.int64)
     for label, count in _count_labels(rows.rows).items():
@@ -108,7 +108,7 @@ def _class_names(labels: set[str | int], order: Sequence[str] | None) -> list[st
             "of the classes are not those of the data set.",
             _shown(left_out),
         )
-    # A CSV file writes integers as strings.
+    # A CSV file holds integers as strings: sort them as numbers.
     if order is None and all(map(_is_integer, labels)):
         ordered = sorted(ordered, key=int)
     names = [str(label) for label in ordered]

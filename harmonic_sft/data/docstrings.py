@@ -15,8 +15,8 @@ MIN_LENGTH = 40  # of a docstring, in characters
 def standard_library_docstrings(root: Path | None = None) -> list[str]:
     """Collect the distinct docstrings of modules, classes and functions, without importing them.
 
-    Those of one file are one document: rows of a context length come out full, and about one thing.
-    They come in the order of the sorted files of `root`, by default the running Python's library.
+    The docstrings of one file form one document, so that rows are full and about one thing. The
+    documents follow the sorted files of `root`, by default the running Python's library.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     files = sorted(

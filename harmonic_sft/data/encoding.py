@@ -8,9 +8,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-# A text: its tokens, their characters `[T, 2]` and the numbers of their words, if asked for.
+# A text's ids and, if asked for, each token's span of characters, `[T, 2]`, and word.
 Tokens = tuple[list[int], np.ndarray | None, list[int]]
-BATCH_CHARACTERS = 1 << 21  # what a tokenizer knows of one takes some 200 bytes
+BATCH_CHARACTERS = 1 << 21  # a tokenizer's output takes some 200 bytes for each
 BATCH_TEXTS = 10_000
 
 
@@ -20,8 +20,8 @@ class Encoded(NamedTuple):
     input_ids: list[int]
     scored: list[bool]  # which tokens may be predicted
     word_ids: list[int]  # tokens of a word share a number; -1 is no word; empty unless asked for
-    labels: list[str | None]  # the label of a piece, at its first token; empty of `input_ids`
-    had_prefix: bool = False  # whether it brought the special tokens before a row along
+    labels: list[str | None]  # a piece's label at its first token; empty for rows of input_ids
+    had_prefix: bool = False  # whether the document began with the prefix of a row
 
 
 class Piece(NamedTuple):
@@ -42,12 +42,12 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "SpecialTokens":
-        """Find them by tokenizing a word: v5 has no `build_inputs_with_special_tokens`.
+        """Find them by tokenizing a word: transformers 5 has no `build_inputs_with_special_tokens`.
 
         Raises:
-            ValueError: It makes no token of any word of its vocabulary.
+            ValueError: No word of the tokenizer's vocabulary gives an ordinary token.
         """
-        for word in ("a", *tokenizer.get_vocab()):  # one of DNA may not know a
+        for word in ("a", *tokenizer.get_vocab()):  # a tokenizer of DNA may not know "a"
             encoded = tokenizer(word, return_special_tokens_mask=True)
             ordinary = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)
             if len(ordinary):
@@ -66,13 +66,13 @@ def encode_pieces(
     """Tokenize the pieces of many documents in one batch and join them.
 
     Args:
-        documents: Pieces of each, without surrogates; what is encoded stays as it is.
+        documents: The pieces of each, without surrogates. An `Encoded` document stays as it is.
         tokenizer: A fast one, if words are numbered or only spans of a piece are scored.
         word_ids: Whether to number the words; no word goes across two pieces.
-        prefix: Tokens that every row gets anyway: a document that begins with them loses them.
+        prefix: Tokens that every row gets; a document that begins with them loses them here.
 
     Raises:
-        ValueError: The tokenizer does not know the places of its tokens.
+        ValueError: Words or spans are asked for, and the tokenizer is not a fast one.
     """
     pieces = [piece for draft in documents if not isinstance(draft, Encoded) for piece in draft]
     needs_offsets = any(not isinstance(piece.scored, bool) for piece in pieces)
@@ -98,7 +98,7 @@ def encode_pieces(
 def batches_of(
     items: Iterable[T], size_of: Callable[[T], int], *, size: int, count: int
 ) -> Iterator[list[T]]:
-    """Put at most `count` items together, fewer where they have a `size` before."""
+    """Yield lists of at most `count` items; a list ends early when its sizes sum to `size`."""
     batch: list[T] = []
     total = 0
     for item in items:
@@ -122,7 +122,7 @@ def _tokenize(
     encoded = tokenizer(
         texts,
         add_special_tokens=False,
-        # Slow ones would split their ordinary added tokens too, which may be all they have.
+        # Slow tokenizers would split ordinary added tokens too, which may be all they have.
         split_special_tokens=not parses_special and tokenizer.is_fast,
         return_attention_mask=False,
         return_token_type_ids=False,
@@ -168,8 +168,8 @@ def _in_spans(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> list[boo
     starts, ends = offsets[:, 0], offsets[:, 1]
     scored = np.zeros(len(offsets), dtype=bool)
     for first, last in spans:
-        # Byte-level tokenizers trim whitespace off the offsets: a token of nothing else comes out
-        # empty, at its end.
+        # Byte-level tokenizers trim whitespace off the offsets: a token of whitespace alone gets an
+        # empty span, at its end.
         empty = (starts == ends) & (ends <= last)
         scored |= (ends > first) & ((starts < last) | empty)
     return scored.tolist()

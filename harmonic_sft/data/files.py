@@ -1,4 +1,4 @@
-"""Rows of text, JSON, CSV and parquet files, each bad one being named by file and row."""
+"""Rows of text, JSON, CSV and parquet files; a bad row is named by file and line or row."""
 
 import csv
 import io
@@ -31,8 +31,8 @@ FILE_FORMATS = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 BATCH_ROWS = 1000
 MAX_LINE = 16 << 20  # bytes; a line of a small compressed file could fill the memory
-MAX_LIST = 1 << 30  # bytes of a JSON list, all of which is in memory
-BATCH_BYTES = 16 << 20  # of a parquet file; decides where rows are long
+MAX_LIST = 1 << 30  # bytes of a JSON list, which is read into memory whole
+BATCH_BYTES = 16 << 20  # of a parquet file; the limit for a batch of long rows
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 PLACE = "__place__"  # column that says where a row was read: file and line or row
@@ -60,12 +60,12 @@ def is_url(path: str) -> bool:
 
 
 def shown(path: str) -> str:
-    """Return how messages and results quote a path: an address without what opens its file."""
+    """Quote a path for messages and results; a web address loses its secrets."""
     return repr(without_secrets(path))
 
 
 def file_kind(path: str) -> str | None:
-    """Name how a file is read, judging by its ending, or None if it is not read."""
+    """Return a value of `FILE_FORMATS`, judging by a file's ending; None if it is not read."""
     name = Path(urlsplit(path).path if is_url(path) else path).name.lower()
     plain = name.removesuffix(".gz").removesuffix(".zst")
     kind = FILE_FORMATS.get(Path(plain).suffix)
@@ -114,11 +114,11 @@ def file_shards(file: str, *, name: str) -> list[Shard]:
 def read_shards(shards: list[Shard]) -> Iterator[Row]:
     """Yield the rows of files in order, holding no more than a batch of a shard in memory.
 
-    A list, so that `datasets` deals it out to processes.
+    `shards` is a list because `datasets` splits lists among processes.
 
     Yields:
-        Rows with the columns of the file, a line of text having the one column `text`, and the
-        column `PLACE`. A row that cannot be read has `BAD` beside it and nothing else.
+        Rows with the columns of the file (a line of text has `text` alone) and the column `PLACE`.
+        A row that cannot be read has only the columns `PLACE` and `BAD`.
     """
     for shard in shards:
         if shard.kind == "text":
@@ -141,11 +141,11 @@ class FileRows:
 
     @property
     def features(self) -> datasets.Features:
-        """What the first parquet file says of its columns; nothing for other kinds."""
+        """The types of the first file's columns; empty unless it is parquet."""
         return next(self.each_features())
 
     def each_features(self) -> Iterator[datasets.Features]:
-        """Yield what each file says of its columns."""
+        """Yield the types of each file's columns; empty unless it is parquet."""
         for file, kind in dict.fromkeys((shard.file, shard.kind) for shard in self.shards):
             if kind != "parquet":
                 yield datasets.Features()
@@ -164,13 +164,13 @@ def _line_rows(file: str, parse: Callable[[bytes], Row], *, keep_blank: bool) ->
         for number, line in _lines(file):
             if keep_blank or not line.isspace():
                 yield _row(f"{shown(file)}, line {number}", parse, line)
-    except READ_ERRORS as error:  # what follows broken compression is one bad place
+    except READ_ERRORS as error:  # after broken compression the rest is one bad place
         yield _bad_row(f"{shown(file)}, from line {number + 1} on", error)
 
 
 def _csv_rows(file: str) -> Iterator[Row]:
     """Yield the records of a file that begins with the columns' names; all values are text."""
-    csv.field_size_limit(MAX_LINE)  # of the whole process: a document may be long
+    csv.field_size_limit(MAX_LINE)  # set for the whole process: a document may be long
     lines = (_text(line, "surrogateescape") for _, line in _lines(file))
     reader = csv.reader(lines, strict=True)
     names: list[str] = []
@@ -179,7 +179,7 @@ def _csv_rows(file: str) -> Iterator[Row]:
         place = f"{shown(file)}, line {first}"
         try:
             values = next(reader, None)
-        except csv.Error as error:  # an open quote takes the lines up to the next one along
+        except csv.Error as error:  # an unclosed quote swallows the lines up to the next quote
             last = reader.line_num
             place = place if first == last else f"{shown(file)}, lines {first} to {last}"
             yield _bad_row(place, error, rows=last - first + 1)
@@ -191,7 +191,7 @@ def _csv_rows(file: str) -> Iterator[Row]:
             return
         try:
             "".join(values).encode()  # fails for bytes that were not UTF-8
-            if names and values:  # a blank line has none
+            if names and values:  # a blank line has no values
                 yield {**_record(names, values), PLACE: place}
             elif not names:
                 _check_names(values)
@@ -229,7 +229,7 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
         with _open_parquet(shard.file) as parquet:
             _check_names(parquet.schema_arrow.names)
             features = _features(parquet.schema_arrow)
-            # Only JSON is decoded: nobody reads images and sounds.
+            # Decode JSON columns only: images and sounds are not used.
             encoded = datasets.Features({k: v for k, v in features.items() if "Json(" in repr(v)})
 
             def decode(row: Any) -> Row:
@@ -244,7 +244,7 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
             ):
                 try:
                     rows: list[Any] = batch.to_pylist()
-                except (UnicodeDecodeError, OverflowError):  # UTF-8, or a date, of one row
+                except (UnicodeDecodeError, OverflowError):  # one row has bad UTF-8 or a bad date
                     rows = [batch.slice(index, 1) for index in range(batch.num_rows)]
                 for row in rows:
                     yield _row(f"{shown(shard.file)}, row {first}", decode, row)
@@ -290,7 +290,7 @@ def _bad_row(place: str, error: Exception, rows: int = 1) -> Row:
 def _reason(error: Exception) -> str:
     """Say what is wrong with the content, or raise the error of a failing disk or connection.
 
-    The latter have an errno, or a type of their own.
+    Such an error is an OSError with an errno, or of a subclass.
     """
     if isinstance(error, BadRow):
         return str(error)
@@ -338,9 +338,9 @@ def _lines(file: str) -> Iterator[tuple[int, bytes]]:
             if not line:
                 return
             rest = line
-            while len(rest) > MAX_LINE and not rest.endswith(b"\n"):  # of a line that is refused
+            while len(rest) > MAX_LINE and not rest.endswith(b"\n"):  # skip a refused line
                 rest = stream.readline(MAX_LINE + 1)
-            if number == 1 and line.startswith(UTF_16_MARKS):  # most of its lines pass for UTF-8
+            if number == 1 and line.startswith(UTF_16_MARKS):  # most lines of UTF-16 pass for UTF-8
                 raise BadRow("expected UTF-8, got UTF-16")
             may_have_mark = number == 1 and len(line) <= MAX_LINE
             yield number, line.removeprefix(BYTE_ORDER_MARK) if may_have_mark else line
@@ -353,7 +353,7 @@ def _open_binary(file: str) -> BinaryIO:
     compression = COMPRESSIONS.get(Path(path).suffix.lower())
     if compression is None:
         return cast(BinaryIO, raw)
-    # What a larger read has decompressed before a file breaks off is lost.
+    # Small reads: what a read has decompressed is lost if the file breaks off within it.
     return cast(BinaryIO, io.BufferedReader(pa.CompressedInputStream(raw, compression), 1 << 16))
 
 
@@ -370,5 +370,5 @@ def _open_parquet(file: str) -> pq.ParquetFile:
 def file_version(file: str) -> str:
     """Return a text that changes when a local file does."""
     stat = Path(file).stat()
-    # The second time changes with the content even where the first one is set back.
+    # The ctime changes with the content even if a program sets the mtime back.
     return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}"

@@ -59,7 +59,7 @@ ALPACA_WITH_INPUT = (
 def recognize(row: Mapping[str, Any]) -> Format:
     """Tell the format of a source from the columns and values of its first row.
 
-    What has more structure goes first: a row of Alpaca that also has its text is Alpaca.
+    Formats with more structure go first: an Alpaca row that also has the column `text` is Alpaca.
 
     Raises:
         ValueError: No format has these columns and types.
@@ -97,29 +97,30 @@ class Draft(NamedTuple):
     """A document before it is tokenized."""
 
     content: list[Piece] | Encoded
-    text: str  # all that it says; of `input_ids` the numbers
-    own: str  # the part of the text that is no prompt, no template and no one else's turn
+    text: str  # the whole text; for rows of `input_ids`, the ids
+    own: str  # the text without prompts, templates and turns other than the assistant's
 
 
 @dataclass(kw_only=True)
 class Reader:
     """Reads documents of one format, and raises `BadRow` for what it cannot use.
 
-    `text`, `tokens` and the labeled formats are taken as they are, every other one becomes a
-    conversation, see `ConversationWriter`. Text that spells a special token, such as `[MASK]`, is
-    tokenized as text, unless it is labeled; for a chat template it is a bad row.
+    `text`, `tokens` and the labeled formats are taken as they are. Rows of every other format
+    become conversations, see `ConversationWriter`. Text that spells a
+    special token, such as `[MASK]`, is tokenized as text. In labeled text it becomes the token;
+    under a chat template it makes the row a bad one.
 
     Raises:
         ValueError: The settings fit no document of the format.
     """
 
-    row_format: Format  # that all documents have
+    row_format: Format  # of all documents
     tokenizer: PreTrainedTokenizerBase  # a fast one
-    loss_on: LossOn = "all"  # what is scored; labels and masks of pretokenized rows count too
-    column: str = "text"  # of text, or of words, where the format does not say
+    loss_on: LossOn = "all"  # what is scored, within the labels and masks of `tokens` rows
+    column: str = "text"  # of the text or words, in `text` and the labeled formats
     word_ids: bool = False  # whether words will be numbered, for masks of whole words
     label_column: str | None = None  # for labeled formats; None reads no labels
-    class_names: tuple[str, ...] | None = None  # what numbers in it stand for; None keeps them
+    class_names: tuple[str, ...] | None = None  # of numbers in that column; None keeps the numbers
     is_causal: bool = False  # the rows are a decoder's
 
     def __post_init__(self) -> None:
@@ -140,7 +141,7 @@ class Reader:
         self.ending = self.special.suffix or ([] if eos is None else [eos])
         if self.is_causal:
             self.special = SpecialTokens(self.special.prefix, [])
-        # Byte-level tokenizers alone leave the space before a word to the text.
+        # Only byte-level tokenizers need the space before a word in the text.
         word = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         self._gap = "" if " " in str(self.tokenizer.decode(word + word)).strip() else " "
 
@@ -159,7 +160,7 @@ class Reader:
         }
         draft = readers.get(self.row_format, self._conversation)(row)
         pieces = [] if isinstance(draft.content, Encoded) else draft.content
-        texts = [draft.text, *(piece.text for piece in pieces)]  # templates drop and add some
+        texts = [draft.text, *(piece.text for piece in pieces)]  # templates drop and add text
         if any(not text.isascii() and SURROGATE.search(text) for text in texts):
             raise BadRow("expected text, got a surrogate, which is no character")
         return draft
@@ -211,11 +212,11 @@ class Reader:
             raise BadRow(BLANK)
         input_ids = _integers(row, "input_ids", None)
         if input_ids.min() < 0 or input_ids.max() >= len(self.tokenizer):
-            largest = max(self.tokenizer.get_vocab().values())  # beyond the length if it has gaps
+            largest = max(self.tokenizer.get_vocab().values())  # above the length if ids have gaps
             outside = input_ids[(input_ids < 0) | (input_ids > largest)]
             if len(outside):
                 raise BadRow(f"input_ids: expected ids from 0 to {largest}, got {outside[0]}")
-        is_token = np.ones(len(input_ids), dtype=bool)  # and not padding
+        is_token = np.ones(len(input_ids), dtype=bool)  # False for padding
         if row.get("attention_mask") is not None:
             is_token = _integers(row, "attention_mask", len(input_ids)) != 0
         _check_one_document(row, is_token)
@@ -229,7 +230,7 @@ class Reader:
 
 
 def _label(value: Any, class_names: Sequence[str] | None) -> str:
-    """Return a label, or the name that a data set has for its number, as JSON."""
+    """Return a label as JSON: the name, if the data set has names for its numbers."""
     with suppress(TypeError):  # integers of NumPy and torch too
         value = value if isinstance(value, str | bool) else operator.index(value)
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -283,7 +284,7 @@ def _read_conversation(row: Mapping[str, Any], row_format: Format) -> Conversati
 
 
 def _column(row: Mapping[str, Any], *names: str) -> str:
-    """Return the first of several names for one column that a row has, else the first of all."""
+    """Return the first of several column names that the row has, else the first one."""
     return next((name for name in names if name in row), names[0])
 
 
@@ -297,7 +298,7 @@ def _turns(row: Mapping[str, Any], *names: str) -> tuple[str, list[dict[str, Any
 
 
 def _without_none(value: Any) -> Any:
-    """Drop keys without a value: a table puts them where another row has that key."""
+    """Drop keys whose value is None: a table adds every key of one row to all rows."""
     if isinstance(value, Mapping):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
     return [_without_none(entry) for entry in value] if _is_list(value) else value
@@ -319,7 +320,7 @@ def _message(turn: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _parsed(value: Any, name: str) -> list[Any]:
-    """Read a list that may be written in JSON; one object alone is a list of it."""
+    """Read a list that may be written in JSON; a single object counts as a list of one."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else []
@@ -387,7 +388,7 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _prompted(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], int]:
-    """Join a prompt and its completion, and number the completion's first turn."""
+    """Join a prompt and its completion, and return the index of the completion's first turn."""
     parts = []
     for name, role in zip(PROMPTED, ("user", "assistant"), strict=True):
         value = row.get(name)
@@ -416,7 +417,7 @@ def _check_one_document(row: Mapping[str, Any], is_token: np.ndarray) -> None:
 
 
 def _check_token_types(row: Mapping[str, Any]) -> None:
-    """Refuse a pair of texts that its token types tell apart: batches have no such column."""
+    """Refuse token types that mark a pair of texts: batches have no such column."""
     name = "token_type_ids"
     if row.get(name) is not None and _integers(row, name, None).any():
         raise BadRow(

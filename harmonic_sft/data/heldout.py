@@ -17,10 +17,10 @@ import numpy as np
 from harmonic_sft.results import read_results, reading, without_secrets, write_results
 
 NGRAM = 13  # words
-FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that no place of an n-gram loses a bit
+FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so that multiplying loses no bit of any word
 # Writing systems without spaces between words: every character is a word.
 UNSPACED = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\U0003ffff"
-# Vowel signs and accents belong to words, but `\w` has none of them.
+# Vowel signs and accents belong to words, but `\w` does not match them.
 MARKS = "".join(sign for sign in map(chr, range(0x2E80)) if category(sign) in ("Mn", "Mc"))
 WORD = re.compile(rf"(?:[^\W{UNSPACED}]|[{MARKS}])+|(?=\w)[{UNSPACED}]")
 LIST, TRAINED = "held_out", "trained_documents.npy"  # in the folder `results` of a run
@@ -28,7 +28,7 @@ SAME_SOURCE = ("path", "name", "split", "data_files", "revision", "column")
 
 Kind = Literal["exact", "near"]
 Verdict = Literal["unseen", "seen", "unknown"]
-COPIES = (  # of `Duplicates`
+COPIES = (  # filled with a `Duplicates`
     "Copies of held-out documents: %d exact ones, left out, and %d near ones, which "
     "data.eval.drop_near_duplicates leaves out."
 )
@@ -41,7 +41,7 @@ class Duplicates(NamedTuple):
     near: int = 0
 
     def plus(self, kinds: Sequence[Kind | None]) -> "Duplicates":
-        """Return the numbers with more documents."""
+        """Return the counts with documents of these kinds added."""
         return Duplicates(self.exact + kinds.count("exact"), self.near + kinds.count("near"))
 
 
@@ -54,7 +54,7 @@ class Ancestor(NamedTuple):
 
 
 def fingerprint(text: str) -> str:
-    """Name a document by its text, of a conversation by every turn: 32 hexadecimal digits.
+    """Return 32 hexadecimal digits that name a document by its text, all turns included.
 
     Texts that differ only in white space or Unicode form (NFC, NFD) have the same name.
     """
@@ -65,14 +65,14 @@ def fingerprint(text: str) -> str:
 def word_hashes(text: str) -> np.ndarray:
     """Return the hash of every word, `[W]` uint32, without case and punctuation.
 
-    The text is the document's own: without templates, system prompts and prompts.
+    Pass only the document's own text, without templates, system prompts and prompts.
     """
     words = WORD.findall(normalize("NFC", text).lower())
     return np.array([zlib.crc32(word.encode()) for word in words], dtype=np.uint32)
 
 
 def ngram_hashes(words: np.ndarray) -> np.ndarray:
-    """Return the distinct hashes of 13 words in a row, `[G]` uint64, sorted; none of fewer words.
+    """Return the distinct hashes of all 13-grams, `[G]` uint64, sorted; empty below 13 words.
 
     Source:
         13-grams of lower-case words without punctuation: Brown et al. 2020, Language Models are
@@ -111,7 +111,7 @@ class HeldOut:
 
         Returns:
             `exact` for the same text; `near` if more than half of its distinct 13-grams stand in
-            one document of the list; None for a document of its own.
+            one document of the list; None if the document is no copy.
         """
         if document in self._names:
             return "exact"
@@ -121,7 +121,7 @@ class HeldOut:
         hashes = ngram_hashes(words)
         first = np.searchsorted(listed, hashes)
         shared = hashes[listed.take(first, mode="clip") == hashes]
-        if 2 * len(shared) <= len(hashes):  # most documents: no owner has to be counted
+        if 2 * len(shared) <= len(hashes):  # true of most documents, so owners are rarely counted
             return None
         ends = (np.searchsorted(listed, shared, side=side) for side in ("left", "right"))
         their_owners = np.concatenate([owners[i:j] for i, j in zip(*ends, strict=True)])
@@ -141,7 +141,7 @@ class HeldOut:
             included; and the `short_hashes` of the kept documents.
 
         Raises:
-            ValueError: None would be kept.
+            ValueError: No document would be kept.
         """
         hashes, kinds = array("Q"), []
         for name, words in documents:
@@ -189,10 +189,10 @@ def record(
     """Write what `lineage` reads into a run's folder; only the digest may ever be published.
 
     Args:
-        folder: The run's.
-        held_out: Documents that it does not train on.
-        sources: Where its documents come from, as in `data.sources`.
-        eval_source: Where those come from that it is evaluated on, None for the same.
+        folder: The run's folder.
+        held_out: Documents that the run does not train on.
+        sources: Where the training documents come from, as in `data.sources`.
+        eval_source: Where the evaluation documents come from; None for the same sources.
         base: `model.base`, None for random weights.
         trained: `short_hashes` of the training documents, None for a stream.
     """
@@ -206,7 +206,7 @@ def record(
         "base_digest": base_digest,
     }
     write_results(folder / "results", LIST, payload)
-    (folder / "results" / TRAINED).unlink(missing_ok=True)  # of a run that ended at its start
+    (folder / "results" / TRAINED).unlink(missing_ok=True)  # left by a run that ended at its start
     if trained is not None:
         np.save(folder / "results" / TRAINED, trained)
 
@@ -214,13 +214,13 @@ def record(
 def lineage(
     model: str | None, fingerprints: Sequence[str], sources: Sequence[Mapping[str, Any]]
 ) -> list[Ancestor]:
-    """Tell whether a model, its base, the base of that and so on were trained on documents.
+    """Tell whether a model, its base, that base's base and so on were trained on documents.
 
     docs/data.md has the table of verdicts.
 
     Args:
         model: Folder or name; None for random weights, which have seen nothing.
-        fingerprints: Of the documents.
+        fingerprints: The documents' fingerprints.
         sources: Where the documents come from, as in `data.sources`.
 
     Returns:
@@ -239,7 +239,7 @@ def lineage(
 
 
 def seen_by(ancestors: Sequence[Ancestor], num_documents: int) -> str | None:
-    """Say which model was trained on documents to evaluate on; None if none is known to be."""
+    """Say which model was trained on evaluation documents; None if none is known to have been."""
     for ancestor in ancestors:
         if ancestor.verdict == "seen":
             share = f"{ancestor.documents_seen} of the {num_documents} documents"

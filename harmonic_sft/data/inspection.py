@@ -24,7 +24,7 @@ from harmonic_sft.data.row_maker import (
 from harmonic_sft.data.streams import Snapshot
 from harmonic_sft.results import show_table
 
-STREAM_ITEMS = 1000  # rows, or packs of them, that are read of a stream
+STREAM_ITEMS = 1000  # rows, or packs of them, that are read from a stream
 SIGNS = {"special": "<{}>", "predicted": "[{}]", "scored": "{}", "context": "({})"}
 LEGEND = (
     "[predicted], and after -> what the model sees if not the mask token; <special token>; "
@@ -42,14 +42,14 @@ def inspect_data(
 ) -> None:
     """Print what a run trains on, and its first row as it is masked in the first epoch.
 
-    Of a stream only the first `STREAM_ITEMS` items are read, and every title says so.
+    A table is read whole; a stream only up to `STREAM_ITEMS` items, as the printed titles say.
 
     Args:
         data: The run's data sets.
         tokenizer: The model's tokenizer.
         rows_per_step: Rows, or packs of them, in a step: batch size x accumulation x processes.
         batch_size: Rows, or packs, that are padded together.
-        seed: Of the training: its masks and its order.
+        seed: The training's seed, which decides masks and order.
     """
     is_stream = not isinstance(data.train, MaskedRows)
     rows, packs, epochs, windows = _items(data)
@@ -58,7 +58,7 @@ def inspect_data(
     title = f"first {len(packs)} {kind} of a stream" if is_stream else "train"
     masker = data.eval.masker
     assert not isinstance(masker, ClassLabels), "only rows of text are shown"
-    masker = replace(masker, seed=seed)  # evaluations have one of their own
+    masker = replace(masker, seed=seed)  # the evaluation's masker has another seed
     parts = {title: rows, "evaluation": data.eval.rows}
     counts = [[name, *count_rows(part, masker)] for name, part in parts.items()]
     show_table("Data", ["", "documents", "rows", "tokens", "scored"], counts)
@@ -84,7 +84,7 @@ def inspect_data(
 def _items(
     data: LoadedData,
 ) -> tuple[datasets.Dataset, Sequence[np.ndarray], Sequence[int], Mapping[int, Snapshot]]:
-    """Return rows, the rows' numbers in every item, their epochs, and the streams' last windows."""
+    """Return rows, the row numbers of items, the rows' epochs, and each stream's last window."""
     if isinstance(data.train, MaskedRows):
         rows = data.train.rows
         packs = data.train.packs or list(np.arange(len(rows))[:, None])
@@ -100,7 +100,7 @@ def _items(
 
 
 def count_rows(rows: datasets.Dataset, masker: TokenLabels) -> tuple[int, int, int, int]:
-    """Count documents, rows, tokens and those that can ever be predicted, in parts."""
+    """Count documents, rows, tokens, and the tokens that can ever be predicted."""
     if not len(rows):  # there may be no columns either
         return 0, 0, 0, 0
     documents = np.unique(document_names(rows), axis=1).shape[1]
@@ -146,9 +146,9 @@ def _fill_rate(lengths: np.ndarray, data: LoadedData, batch_size: int, seed: int
 def sample_text(
     row: Mapping[str, Any], epoch: int, *, masker: TokenLabels, tokenizer: PreTrainedTokenizerBase
 ) -> str:
-    """Write one row with every token's part in training in this epoch.
+    """Return the text of one row, with every token's part in training in this epoch.
 
-    Special tokens stand in `<>`, predicted ones in `[]`, context in `()`, and the text in between.
+    Special tokens stand in `<>`, predicted ones in `[]`, context in `()`, and the rest bare.
     """
     masked = masker(row, epoch)
     row_ids = np.asarray(row["input_ids"])  # [T]
@@ -157,7 +157,7 @@ def sample_text(
         ["predicted", "special", "scored"],
         "context",
     )  # [T]
-    # Stretches of text read best as one, special and predicted tokens one by one.
+    # Show stretches of text as one, special and predicted tokens one by one.
     alone = np.isin(kinds, ["predicted", "special"])  # [T]
     starts = np.append(True, (kinds[1:] != kinds[:-1]) | alone[1:])  # [T]
     parts = np.split(np.arange(len(row_ids)), np.flatnonzero(starts)[1:])
@@ -177,7 +177,7 @@ def sample_text(
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, input_ids: np.ndarray) -> str:
-    """Return the text of tokens, with what a terminal would obey spelled out."""
+    """Return the text of tokens, with control characters escaped."""
     text = tokenizer.decode(input_ids.tolist(), clean_up_tokenization_spaces=False)
     return "".join(
         character if character.isprintable() else repr(character)[1:-1] for character in text

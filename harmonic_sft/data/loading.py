@@ -67,7 +67,7 @@ from harmonic_sft.data.streams import LogicalStream, Members, Snapshot, Streamed
 from harmonic_sft.models import max_positions
 
 logger = logging.getLogger(__name__)
-SAMPLE = 100  # rows, the first of which that can be read decides on the format
+SAMPLE = 100  # rows; the first of them with a known format decides the source's format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,19 +78,19 @@ class LoadedData:
     eval: MaskedRows
     collator: Collator
     labels: list[str] | None = None  # of labeled rows: the classes, in the order of their numbers
-    # [V], tokens that may be predicted: of an encoder, ordinary; or labels of every class.
+    # [V], counts of each token where it may be predicted, or of the labels of each class.
     unigram_counts: np.ndarray | None = None
     num_documents: int | None = None
-    num_tokens: int | None = None  # that may be predicted; of labeled rows all
+    num_tokens: int | None = None  # that may be predicted; all tokens of labeled rows
     fill_rate: float | None = None  # of packed rows
     bad_rows: BadRows = field(default_factory=BadRows)  # of tables; streams count while training
     held_out: HeldOut = field(default_factory=HeldOut)  # the documents of `eval`
-    # In the sources; streams count while training.
+    # Of tables; streams count while training.
     duplicates: Duplicates = field(default_factory=Duplicates)
     trained: np.ndarray | None = None  # `short_hashes` of the training documents
 
     def left_out(self, streams: Mapping[Any, Snapshot]) -> tuple[int, list[str], Duplicates]:
-        """Total what was left out, of streams up to the windows that they have come to.
+        """Total what was left out of tables, and of streams up to their latest windows.
 
         Returns:
             The number of bad rows, the first reasons, and the copies of held-out documents.
@@ -119,16 +119,16 @@ def load_data(
     Args:
         config: The `data:` part of the configuration.
         base: Configuration of the model, or of its base.
-        tokenizer: The model's tokenizer. A decoder gets all tokens that it has.
+        tokenizer: The model's tokenizer. It may have tokens that a decoder does not have yet.
         seed: Decides the masks and the order of a stream.
         task: `masked_lm`; `causal_lm`, where plain text ends in the tokenizer's eos token; or
             `sequence_classification` or `token_classification`, where a document has one label, or
             is a list of words with one each.
         labels: Names of the classes of a trained classifier. None takes those of the training rows,
-            in the order of a `ClassLabel`, if the sources have one and the same, else sorted.
-        eval_only: Evaluate on all documents; those of streams are split all the same. A trained
-            classifier's may then have no labels, `label_column` None.
-        is_trained: The model gets no tokens any more that only its tokenizer has.
+            in the order of a `ClassLabel` if all sources have the same one, else sorted.
+        eval_only: Evaluate on all documents; streams are split as for training. The rows of a
+            trained classifier may then have no labels (`label_column` None).
+        is_trained: Refuse a tokenizer with tokens that the model does not have, for decoders too.
 
     Returns:
         Training and evaluation sets, their collator, and what the training split holds.
@@ -153,7 +153,7 @@ def load_data(
     if task not in LABELED:
         is_causal = task == "causal_lm"
         masker = _masker(config.mask, tokenizer, vocab_size, seed, is_causal=is_causal)
-    eval_config = replace(config, weight_column=None)  # evaluations do not weigh
+    eval_config = replace(config, weight_column=None)  # evaluations have no weights
     sources = {f"data.sources.{index}": source for index, source in enumerate(config.sources)}
     open_fn = functools.partial(_open_all, tokenizer=tokenizer, task=task)
     opened = open_fn(eval_config if eval_only else config, sources)
@@ -192,7 +192,7 @@ def load_data(
             eval_rows,
             names=labels,
             order=orders.pop() if len(orders) == 1 else None,
-            # A stream of unknown columns may have lost its names, as `map` makes them.
+            # `map` makes streams of unknown columns, which may have lost their class names.
             has_numbers=all(documents.features is not None for documents, _ in opened),
             of_tokens=task == "token_classification",
             seed=seed,
@@ -220,7 +220,7 @@ def _streamed_data(
     weights = [source.weight for source in config.sources if source.weight is not None]
     streams = [
         LogicalStream(
-            # One stream is not sharded: datasets would even then split what follows a skip.
+            # A single stream is not sharded: even one shard would split what follows a skip.
             sources=[d.shard(count, number) if count > 1 else d for d, _ in opened],
             number=number,
             weights=weights or None,
@@ -263,7 +263,7 @@ def _table_data(
         for name, part in {**parts, "evaluation": eval_rows}.items():
             if num_cut := int((row_lengths(part) == config.context_length).sum()):
                 message = "%d of %d %s rows fill data.context_length and may be cut."
-                level = logging.WARNING if masker.of_tokens else logging.INFO  # labels are lost
+                level = logging.WARNING if masker.of_tokens else logging.INFO  # cut labels are lost
                 logger.log(level, message, num_cut, len(part), name)
     else:
         counts = unigram_counts(rows, masker)  # [V]
@@ -304,7 +304,7 @@ def _masked_item(masker: RowLabels, is_packed: bool, members: Members) -> dict[s
 def split_table(
     rows: datasets.Dataset, held_out: EvalConfig
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Keep documents chosen by the seed for evaluation; the rows of one stand together.
+    """Split off documents chosen by the seed; the rows of a document must be adjacent.
 
     Returns:
         Rows to train on and to evaluate on, in the order of `rows`.
@@ -392,7 +392,7 @@ def _open(
     documents, first = load_documents(source, name=name, skip=config.on_bad_row == "skip")
     try:
         row_format = _format_of(first, config, source, name=name, task=task)
-    except ValueError:  # of a bad first row, which is reported when it is read
+    except ValueError:  # the first row may be bad, and is then reported when it is read
         for row in itertools.islice(readable_rows(documents), 1, SAMPLE):
             with suppress(ValueError):
                 row_format = _format_of(row, config, source, name=name, task=task)
@@ -433,7 +433,7 @@ def _open_all(
 
 
 def _format_of(row: Row, config: DataConfig, source: Source, *, name: str, task: str) -> Format:
-    """Return the format of a source's rows, by its settings or by a row, which it has to fit."""
+    """Return a source's format, by its settings or a row, and check the columns of that row."""
     if task in LABELED and config.label_column is not None:
         check_column(row, config.label_column, name="data.label_column")
     if config.weight_column is not None:

@@ -1,4 +1,4 @@
-"""What is predicted in a row: masked tokens, drawn by its name, every next token, or classes."""
+"""What is predicted in a row: masked tokens, every next token, or classes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from harmonic_sft.data.keyed_random import random_bits
 from harmonic_sft.data.sections import MaskConfig
 from harmonic_sft.models.objective import IGNORE_INDEX
 
-EVAL_EPOCH = -1  # no training epoch has this number, so evaluation masks are a stream of their own
+EVAL_EPOCH = -1  # no training epoch has this number, so evaluations draw masks of their own
 NO_WORD = -1  # in `word_ids`, a token that belongs to no word
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> np.ndarray:
-    """Return `[V]` bool: special tokens, with added ones like `<|im_start|>`, and unused ids."""
+    """Return `[V]` bool: True for special tokens, also added `<|im_start|>`, and for unused ids."""
     special = np.ones(vocab_size, dtype=bool)  # [V]
     special[list(tokenizer.get_vocab().values())] = False
     special[tokenizer.all_special_ids] = True
@@ -29,7 +29,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> np.nd
 
 @dataclass(frozen=True, kw_only=True)
 class RowMasker:
-    """Mask rows of one run: everything that masks depend on but the row and the epoch.
+    """Mask rows of one run; it holds all that masks depend on, except the row and the epoch.
 
     Tokens, or whole words, of a row are chosen independently with the same probability. A draw
     depends on the key (seed, epoch, source, document, chunk) and on the place in the row alone. As
@@ -45,11 +45,11 @@ class RowMasker:
     config: MaskConfig
     seed: int
     mask_token_id: int
-    special_tokens: np.ndarray  # [V] bool, ids that are never masked nor put in
+    special_tokens: np.ndarray  # [V] bool, ids that are never masked and never put in at random
 
     @cached_property
     def ordinary_ids(self) -> np.ndarray:
-        """`[R]` int64, the ids that may be masked and put in."""
+        """`[R]` int64, the ids that may be masked, and put in at random."""
         return np.flatnonzero(~self.special_tokens)
 
     def maskable(self, row: Mapping[str, Any]) -> np.ndarray:
@@ -83,7 +83,7 @@ class RowMasker:
         return {"input_ids": hidden, "labels": labels} | _weights(row, labels.shape)
 
     def _hidden(self, row_ids: np.ndarray, masked: np.ndarray, key: tuple[int, ...]) -> np.ndarray:
-        """Put what the model shall see in the place of the masked tokens, `[T]` int64."""
+        """Replace masked tokens by what the model sees, `[T]` int64."""
         hidden = np.where(masked, self.mask_token_id, row_ids).astype(np.int64)  # [T]
         if self.config.policy == "mask_only":
             return hidden
@@ -111,7 +111,7 @@ def _of_words(chosen: np.ndarray, word_ids: np.ndarray) -> np.ndarray:
 class NextTokenLabels:
     """The `RowMasker` of a decoder: every token, special ones too, is predicted."""
 
-    seed: int  # orders the rows alone
+    seed: int  # not used: nothing is drawn
     special_tokens: np.ndarray
 
     def maskable(self, row: Mapping[str, Any]) -> np.ndarray:
@@ -134,15 +134,15 @@ class NextTokenLabels:
 class ClassLabels:
     """The `RowMasker` of a classifier: rows get the numbers of their classes."""
 
-    seed: int  # orders the rows alone
+    seed: int  # not used: nothing is drawn
     names: Sequence[str]  # of the classes, in the order of their numbers
-    numbers: Mapping[str, int]  # of the classes, by the labels that rows have
+    numbers: Mapping[str, int]  # the number of a class, by its label in rows
     of_tokens: bool  # whether a row has a label for each word, at its first token, or only one
 
     def __call__(self, row: Mapping[str, Any], epoch: int) -> dict[str, np.ndarray]:
         """Label one row as `RowMasker` does; the one label of a text is `[]`.
 
-        Where no row has a label there are no `labels`.
+        If no row of the data has a label, `labels` is left out.
         """
         input_ids = np.asarray(row["input_ids"]).astype(np.int64)
         if not self.numbers:
@@ -155,7 +155,7 @@ class ClassLabels:
 
 
 def _weights(row: Mapping[str, Any], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Give every label of a row with a `weight` that weight, float32."""
+    """Return `label_weights`, float32, for a row with a `weight`, else nothing."""
     if "weight" not in row:
         return {}
     return {"label_weights": np.full(shape, row["weight"], dtype=np.float32)}

@@ -1,4 +1,4 @@
-"""A file on a web server, of which only the parts that are read travel."""
+"""A file on a web server; only the parts that are read are downloaded."""
 
 import io
 import time
@@ -24,20 +24,20 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, url: str):
-        """Ask the server for the file, which fails with OSError where there is none.
+        """Ask the server for the file; an OSError is raised if there is none.
 
-        By GET, since an address may be signed for nothing else.
+        The request is a GET, since an address may be signed for GET alone.
         """
         super().__init__()
         self.url = url
         self._position = 0
-        self._state: str | None = None  # of the file whose bytes were read
+        self._state: str | None = None  # tells whether the file was changed while it was read
         self._response: HTTPResponse | None = None
-        # Of what fails at the start, a busy server alone is asked again: other names are mistyped.
+        # At the start only a busy server is asked again: no connection means a mistyped name.
         self._response = self._ask_again(self._connect, urllib.error.HTTPError)
         headers = self._response.headers
         self.size = int(headers.get("Content-Length", -1))
-        # What changes when the file does; always another where the server does not say.
+        # Changes when the file does; always new if the server sends neither header.
         marks = [headers.get("ETag"), headers.get("Last-Modified")]
         self.version = f"{marks if any(marks) else uuid.uuid4()} {self.size}"
 
@@ -69,7 +69,7 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _ask_again(self, ask_fn: Callable[[], Answer], *errors: type[Exception]) -> Answer:
-        """Return an answer, asked for again after a pause where one of these errors may pass."""
+        """Return the answer of `ask_fn`; after a pause ask again if one of `errors` may pass."""
         pauses = list(PAUSES)
         while True:
             try:

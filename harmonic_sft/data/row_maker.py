@@ -36,7 +36,7 @@ from harmonic_sft.results import file_sha256
 logger = logging.getLogger(__name__)
 BATCH_DOCUMENTS = 1000
 COLUMN_ROWS = 10_000
-BATCH_CHARACTERS = 16 << 20  # of documents; decides where they are long
+BATCH_CHARACTERS = 16 << 20  # of documents; the limit for a batch of long ones
 # Modules that decide what a row holds.
 CODE = ("files", "row_maker", "formats", "chat", "encoding", "heldout")
 FEATURES = {
@@ -103,19 +103,19 @@ def check_length(context_length: int, *, max_positions: int, pad_to_multiple_of:
 
 @dataclass(frozen=True, kw_only=True)
 class RowMaker:
-    """Turns documents of one source into rows: consecutive chunks in the special tokens.
+    """Turns documents of one source into rows: consecutive chunks between special tokens.
 
     A document's tail is a row of its own. A blank document makes no row, nor does a chunk in which
     nothing is scored. A labeled document makes one row; if it is longer, it is cut.
     """
 
     name: str  # where the source stands in the configuration
-    source: int  # its number
+    source: int  # the source's number
     read: Reader
     context_length: int  # of the longest row, in tokens, special tokens included
     scored: bool = False  # whether rows say which of their tokens may be predicted
     weight_column: str | None = None
-    skip: bool = False  # whether what cannot be used is left out instead of an error
+    skip: bool = False  # whether unusable documents are left out instead of raising an error
 
     @property
     def columns(self) -> list[str]:
@@ -129,7 +129,7 @@ class RowMaker:
         return [name for name in FEATURES if optional.get(name, True)]
 
     def __call__(self, documents: Sequence[Row]) -> tuple[list[Row], BadRows]:
-        """Return the rows of documents, which have a `NUMBER`, and what makes none.
+        """Return the rows of documents, which have a `NUMBER`, and the documents that make none.
 
         Raises:
             ValueError: A document cannot be used and none may be skipped, or no row can be made.
@@ -199,7 +199,7 @@ class RowMaker:
         return rows
 
     def _special_around(self, encoded: Encoded) -> SpecialTokens:
-        # A decoder gets none where tokens or a chat template come without the prefix.
+        # A decoder's rows get no special tokens where ids or a chat template lack the prefix.
         read, special = self.read, self.read.special
         is_final = read.row_format == "tokens" or read.tokenizer.chat_template is not None
         if read.is_causal and read.row_format != "text" and is_final and not encoded.had_prefix:
@@ -214,7 +214,7 @@ class RowMaker:
 
 
 def weight_of(row: Row, column: str) -> float:
-    """Return the weight of a row; a `BadRow` unless it is 0 or more and finite in float32."""
+    """Return the weight of a row; raise `BadRow` unless it is 0 or more and finite in float32."""
     value = row.get(column)
     try:
         weight = math.nan if value is None or isinstance(value, bool) else float(value)
@@ -228,18 +228,18 @@ def weight_of(row: Row, column: str) -> float:
 def tokenize_table(
     documents: Documents, maker: RowMaker, num_proc: int | None = None
 ) -> tuple[datasets.Dataset, BadRows]:
-    """Tokenize all documents of a source into a table on disk, or find that of an earlier run.
+    """Tokenize all documents of a source into a table on disk, or reuse an earlier run's table.
 
     Args:
-        documents: All rows of the source; a stream's go to memory.
-        maker: Makes its rows, and says which ValueError there may be.
-        num_proc: Processes to tokenize in; None is this one, best below some million words.
+        documents: All rows of the source; a stream is read into memory.
+        maker: Makes the rows, and raises its ValueErrors here.
+        num_proc: Processes to tokenize in; None is this one, fastest below some million words.
 
     Returns:
         The rows in the order of the documents, mapped into memory from the library's cache, and
-        what made none.
+        the documents that made none.
     """
-    # A table that another version of these files has made must not be found.
+    # The code is part of the key: a table that another version has made must not be reused.
     code = [Path(__file__).with_name(f"{name}.py").read_text() for name in CODE]
     versions = [tokenizers.__version__, transformers.__version__]
     numbered: Iterable[Row] = numbered_rows(documents, maker.name)
@@ -256,7 +256,7 @@ def tokenize_table(
     if bad_rows is None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            # A run that shares the cache sees either nothing or the whole, the report first.
+            # Other runs share the cache: files appear whole, and the report before the table.
             new_table, new_report = Path(scratch, "table"), Path(scratch, "report")
             bad_rows = BadRows(skip=maker.skip)
             features = datasets.Features({name: FEATURES[name] for name in maker.columns})
@@ -326,7 +326,7 @@ def column_batches(rows: datasets.Dataset, *names: str) -> Iterator[list[pa.Arra
     """Yield columns of a table, 10,000 rows at a time."""
     for first in range(0, len(rows), COLUMN_ROWS):
         places = np.arange(first, min(first + COLUMN_ROWS, len(rows)))
-        if rows._indices is not None:  # of which the library would cut out every row by itself
+        if rows._indices is not None:  # the library would cut out the rows one by one
             places = rows._indices.fast_slice(first, COLUMN_ROWS)[0].to_numpy().astype(np.int64)
         runs = np.split(places, np.flatnonzero(places[1:] != places[:-1] + 1) + 1)
         table = pa.concat_tables([rows.data.fast_slice(run[0], len(run)) for run in runs])
@@ -340,7 +340,7 @@ def row_lengths(rows: datasets.Dataset) -> np.ndarray:
 
 
 def document_numbers(rows: datasets.Dataset) -> np.ndarray:
-    """Number the documents of rows from 0, `[rows]`; the rows of one stand together."""
+    """Number the documents of rows from 0, `[rows]`; rows of a document must be adjacent."""
     names = document_names(rows)  # [2, rows]
     return np.append(0, (names[:, 1:] != names[:, :-1]).any(axis=0).cumsum())
 

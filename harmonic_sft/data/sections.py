@@ -1,4 +1,4 @@
-"""The `data:` section of a run; this module is read before anything that reads data."""
+"""The `data:` section of a run; importing this module does not import `datasets`."""
 
 from typing import Literal
 
@@ -140,7 +140,7 @@ class DataConfig:
 
     @property
     def eval_sources(self) -> list[Source]:
-        """Where the documents come from that are evaluated on."""
+        """The sources of the evaluation documents."""
         return self.sources if self.eval.source is None else [self.eval.source]
 
 

@@ -50,7 +50,7 @@ from harmonic_sft.data.sections import Source
 from harmonic_sft.results import without_secrets
 
 DOCSTRINGS = "python:docstrings"
-COMPARED = 100  # rows, to see whether a transform makes labels
+COMPARED = 100  # rows, to see whether a transform changes the labels
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
 # Endings of files in a folder that may hold rows, and of compressed files.
@@ -58,14 +58,14 @@ SUFFIXES = (*FILE_FORMATS, ".tsv", ".jsonlines", ".ndjson", ".text")
 ARCHIVES = (*COMPRESSIONS, ".bz2", ".xz", ".zip", ".lz4")
 SHOWN_FILES = 5  # of a folder, in a message
 MAX_TABLE_SHARDS = 64  # of a stream made from a table
-STREAM_BITS = 40  # a document's number stands below that of its logical stream
+STREAM_BITS = 40  # low bits that number documents; the high ones number logical streams
 T = TypeVar("T")
 Documents = Dataset | FileRows | IterableDataset
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GivenSource(Source):
-    """A data set of the datasets library that is at hand; its path only names it in messages."""
+    """A data set that is passed as an object; its path only names it in messages."""
 
     documents: Any = Field(description="the data set")
 
@@ -73,7 +73,7 @@ class GivenSource(Source):
 def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents, Row]:
     """Open a source and check all that can be checked without reading it to the end.
 
-    Rows of files are those of `read_shards`, bad ones among them. Errors of the datasets library,
+    Rows of files are those of `read_shards`, including bad ones. Errors of the datasets library,
     which reads the Hub and `save_to_disk`, are never skipped.
 
     Args:
@@ -82,8 +82,8 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
         skip: Whether bad rows may be skipped.
 
     Returns:
-        One row per document, with all columns there are; a stream has one shard per file or per
-        row group of a parquet file. And the first row that is not bad, without `PLACE`.
+        The documents, one row each with all its columns; a stream has one shard per file or per row
+        group of a parquet file. Also the first row that is not bad, without `PLACE`.
 
     Raises:
         ValueError: The source does not exist, cannot be reached or read, or is empty.
@@ -115,10 +115,10 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
                 streaming=source.streaming,
             )
     documents = unformatted(documents)
-    # The first row of a stream is the first thing that has to be reachable and readable.
+    # Only its first row shows whether a stream can be reached and read.
     bad_rows = BadRows(skip=skip)
     with _explained(source, name):
-        # A stream keeps its position for state_dict() even after the iterator is gone.
+        # A copy, since a stream keeps its position for state_dict() after the iterator is gone.
         for row in copy.deepcopy(documents):
             if BAD not in row:
                 return documents, _without_place(row)
@@ -128,7 +128,7 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
 
 
 def unformatted(documents: Any) -> Any:
-    """Let a data set give plain values, whatever its format; a transform of the user's stays."""
+    """Let a data set give plain values, whatever its format; keep a transform of the user."""
     if isinstance(documents, Dataset) and documents.format["type"] not in (None, "custom"):
         columns, everything = documents.format["columns"], documents.format["output_all_columns"]
         columns = None if columns == documents.column_names else columns
@@ -139,9 +139,9 @@ def unformatted(documents: Any) -> Any:
 
 
 def check_path(source: Source, name: str) -> bool:
-    """Refuse a path that is neither here nor a name on the Hub, a pattern or a web address.
+    """Refuse a path that does not exist and is no name on the Hub, pattern or web address.
 
-    A space would end an address in messages, which then show the signature behind it.
+    A space is refused: to messages an address ends there, and a signature after it would show.
 
     Returns:
         Whether it is a name on the Hub.
@@ -172,13 +172,13 @@ def check_path(source: Source, name: str) -> bool:
 
 
 def _located(path: str) -> str:
-    """Quote a path; of a relative one say where it was looked for."""
+    """Quote a path; for a relative one also say where it was looked for."""
     is_relative = not os.path.isabs(os.path.expanduser(path))
     return shown(path) + (f" in the current folder, {str(Path.cwd())!r}" if is_relative else "")
 
 
 def readable_rows(documents: Documents) -> Iterator[Row]:
-    """Yield the rows that can be read, without `PLACE`, and leave a stream where it is."""
+    """Yield the rows that can be read, without `PLACE`; a stream keeps its position."""
     return (_without_place(row) for row in copy.deepcopy(documents) if BAD not in row)
 
 
@@ -187,17 +187,17 @@ def _without_place(row: Row) -> Row:
 
 
 def numbered_rows(rows: Iterable[Row], name: str, first: int = 0) -> Iterator[Row]:
-    """Yield rows with their `NUMBER`, counted from `first`; bad ones have that of the next one.
+    """Yield rows with their `NUMBER`, from `first`; a bad row has that of the next good one.
 
     Raises:
-        ValueError: The disk, the network or a library fails, at the source called `name`.
+        ValueError: The disk, the network or a library fails; the message names the source `name`.
     """
     number = first
     try:
         for row in rows:
             yield {**row, NUMBER: number}
             number += BAD not in row
-    # They fail in dozens of ways, and none of them says where.
+    # Disks, networks and libraries fail in dozens of ways, and none says at which row.
     except Exception as error:
         raise ValueError(
             f"{name}: expected readable rows, got {type(error).__name__} ({one_line(error)}) "
@@ -228,7 +228,7 @@ def check_column(row: Row, column: str, *, name: str, is_text: bool = False) -> 
 
 
 def names_of_classes(documents: Documents, column: str | None) -> tuple[str, ...] | None:
-    """Return the names of the numbers in a column of labels, None if the source has none."""
+    """Return the class names behind the numbers in a label column, None if there are none."""
     if column and isinstance(documents, Dataset) and documents.format["type"] == "custom":
         part, plain = slice(None, None, -(-len(documents) // COMPARED)), documents.with_format(None)
         transformed, stored = (rows[part].get(column) for rows in (documents, plain))
@@ -272,9 +272,9 @@ def stream_steps(documents: IterableDataset) -> list[Any]:
 
 
 def most_streams(documents: IterableDataset) -> int:
-    """Return into how many parts a stream can be split: 1 if a step of it counts documents.
+    """Return how many parts a stream can be split into: 1 if a step of it counts documents.
 
-    datasets would count those of every part from 0, and skip, take or number others than before.
+    In every part datasets would count from 0 again, and skip, take or number other documents.
     """
     counting = ("SkipExamplesIterable", "TakeExamplesIterable")
     is_counted = any(
@@ -319,13 +319,13 @@ def _file_names(files: Sequence[str]) -> str:
 
 
 def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) -> None:
-    """Refuse a folder of which datasets would leave files out.
+    """Refuse a folder if datasets would leave out some of its files.
 
-    It keeps one kind of file and, where a file is named like a split, only those that are.
+    datasets reads one kind of file and, if any file is named after a split, only such files.
     """
     read = {Path(file).resolve() for files in splits.values() for file in files}
     files = [*path.rglob("*")]
-    linked = [file for file in files if file.is_symlink() and file.is_dir()]  # not looked into
+    linked = [file for file in files if file.is_symlink() and file.is_dir()]  # not entered
     files += [file for folder in linked for file in folder.rglob("*")]
     left_out = [
         str(file)
@@ -357,7 +357,7 @@ def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:
                 f"{name}.path: expected a folder without *, ? and [ in its name, got {str(path)!r}"
             )
         with _explained(source, name):
-            # datasets wants a name, which "." has not.
+            # datasets needs a folder's name, which "." lacks.
             place = str(path if path.name else path.resolve())
             builder = load_dataset_builder(place, name=source.name, data_files=source.data_files)
         files_of = builder.config.data_files or {}

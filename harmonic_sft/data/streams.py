@@ -29,20 +29,20 @@ class DataError(ValueError):
     """What is wrong with the data, in one line, whatever process has found it."""
 
     def __init__(self, message: str):
-        # torch hands on what a worker raises as a text that ends in the traceback's last line.
+        # torch wraps a worker's error in a text that ends in the traceback's last line.
         super().__init__(message.rpartition(f"{type(self).__name__}: ")[2].strip())
 
 
 class Snapshot(TypedDict):
     """Where one logical stream stood before a window: enough to read it again."""
 
-    rows: int  # that the stream had given by then
-    windows: int  # that it had read
-    sources: list[dict[str, Any]]  # of each its `epoch`, documents read in it, the library's state
-    # What it has left out, the window included: each row of the first pass counts once, and those
-    # found while opening the sources not at all.
+    rows: int  # given before the window
+    windows: int  # read before it
+    sources: list[dict[str, Any]]  # for each its `epoch`, documents read in it, the library's state
+    # What was left out up to the window's end, in the first pass alone, and without the bad rows
+    # that `hold_out` counts.
     skipped: int
-    reasons: list[str]  # the first of these that were not blank
+    reasons: list[str]  # the first few, blank rows apart
     duplicates: Duplicates
 
 
@@ -76,8 +76,8 @@ class SourceReader:
         self.load(self.start)
 
     def state(self) -> dict[str, Any]:
-        """Return where it stands."""
-        # Until it has read a row, the library does not know the state that it was told to load.
+        """Return the position to continue from."""
+        # Before the first row, state_dict() does not return the state that was loaded.
         documents = self._documents.state_dict() if self._has_read else self._loaded
         return {"epoch": self.epoch, "number": self.number, "documents": documents}
 
@@ -97,10 +97,10 @@ class SourceReader:
         self.load({**self.start, "epoch": self.epoch + 1})
 
     def next(self) -> tuple[list[Row], bool]:
-        """Read up to the next document, which has a number.
+        """Read up to and including the next row that is not bad, a document.
 
         Returns:
-            The bad rows before it and the document, and whether there was one; else the pass ends.
+            The bad rows and the document, and whether there was one; if not, the pass has ended.
         """
         rows: list[Row] = []
         for row in self._rows:
@@ -114,10 +114,10 @@ class SourceReader:
 
 @dataclass(kw_only=True, eq=False)
 class LogicalStream:
-    """One of a fixed number of streams that a run reads, whatever reads them.
+    """One of a run's streams, whose number does not change with processes or workers.
 
-    It reads a window of documents, makes rows of them, shuffles and packs these, gives them, and
-    continues. A window depends on the seed and its place alone.
+    It reads a window of documents, makes rows of them, packs and shuffles the rows, yields them,
+    and reads the next window. A window depends on the seed and its place alone.
     """
 
     sources: Sequence[datasets.IterableDataset]  # this stream's part of every source
@@ -127,7 +127,7 @@ class LogicalStream:
     window: int  # documents
     seed: int  # decides how rows are shuffled and sources mixed
     capacity: int | None  # longest packed row, in tokens; None keeps rows as they are
-    bad_rows: BadRows = field(default_factory=BadRows)  # that `hold_out` has found for good
+    bad_rows: BadRows = field(default_factory=BadRows)  # found by `hold_out`, not read again
     held_out: HeldOut = field(default_factory=HeldOut)  # copies of these are left out as they pass
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class LogicalStream:
         rows: list[Row] = []
         documents, is_left = 0, False
         starts: list[dict[str, Any] | None] | None = None
-        later_bad_rows = BadRows()  # behind the place where training starts
+        later_bad_rows = BadRows()  # after the place where training starts
         while waiting and not is_left:
             source = waiting.popleft()
             if documents == count and starts is None:
@@ -189,7 +189,7 @@ class LogicalStream:
         for reader, state in zip(readers, current["sources"], strict=True):
             reader.load(state)
         num_rows, windows = current["rows"], current["windows"]
-        empty_passes = [0] * len(readers)  # ends of each source since the last row
+        empty_passes = [0] * len(readers)  # how often each source ended since the last row
         is_counted = snapshot is not None  # a snapshot has counted what its window leaves out
         while min(empty_passes) < 2:
             states = [reader.state() for reader in readers]
@@ -296,7 +296,7 @@ class StreamedRows(torch.utils.data.IterableDataset):
     """Rows of S logical streams in turn: row i of a run is row i // S of stream i % S.
 
     Every process and worker reads only the streams that hold rows of its own batches. `finish`
-    makes an item of a pack.
+    turns the rows of a pack into an item.
     """
 
     def __init__(
@@ -335,13 +335,13 @@ class StreamedRows(torch.utils.data.IterableDataset):
 
 
 def advance(state: StreamState, places: Sequence[Place], num_rows: int) -> StreamState:
-    """Return the state after `num_rows` rows were used by all processes, `places` by this one."""
+    """Return the state after all processes used `num_rows` rows, this one those at `places`."""
     used = {str(place.stream): place.snapshot for place in places}
     return StreamState(rows=state["rows"] + num_rows, streams={**state["streams"], **used})
 
 
 def merge(states: Sequence[StreamState]) -> StreamState:
-    """Join what the processes of a run know: of every stream the latest window."""
+    """Join the states of a run's processes; every stream keeps its latest window."""
     known = [item for state in states for item in state["streams"].items()]
     streams = dict(sorted(known, key=lambda item: item[1]["rows"]))  # the latest one stays
     return StreamState(rows=max((state["rows"] for state in states), default=0), streams=streams)

@@ -34,7 +34,7 @@ def normalizers_at(normalizers: np.ndarray, inverse_temperature: float) -> np.nd
     """
     spline = make_interp_spline(LOG_SCALES, np.eye(len(LOG_SCALES)), DEGREE)
     weights = spline(np.log(inverse_temperature))  # [G]
-    # For a product NumPy would copy all float32 normalizers to float64 at once.
+    # Not `@`: NumPy would first copy all float32 normalizers to float64.
     return np.maximum(np.einsum("...g,g", normalizers, weights), 0.0)
 
 
@@ -87,15 +87,15 @@ def calibration_error(confidences: np.ndarray, correct: np.ndarray) -> float:
 
 
 def calibration_report(confidences: np.ndarray, correct: np.ndarray) -> dict[str, float]:
-    """Put a `calibration_error` of `[N]` tokens beside what a perfect model would show on as many.
+    """Compare the `calibration_error` of `[N]` tokens with that of a perfectly calibrated model.
 
     Returns:
         `ece`; `ece_floor`, the mean ECE of a model that is right with exactly these confidences,
         simulated; and `ece_debiased`, from 0 to 1, the ECE less what chance adds to every bin.
 
     Source:
-        Kumar, Liang, Ma 2019, Verified Uncertainty Calibration, arXiv:1909.10155, Sec. 5: they draw
-        the noise of a bin, whose expected size is computed here.
+        Kumar, Liang, Ma 2019, Verified Uncertainty Calibration, arXiv:1909.10155, Sec. 5. They draw
+        the noise of a bin; here its expected size is computed.
     """
     generator = np.random.default_rng(0)
     count = len(confidences)

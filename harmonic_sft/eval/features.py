@@ -1,6 +1,6 @@
-"""What hidden states are good for: classes, and what is none of them.
+"""What hidden states are good for: telling classes apart, and noticing unknown classes.
 
-scikit-learn computes them; it is part of the extra `eval`.
+Probes and `out_of_scope` need scikit-learn, which is part of the extra `eval`.
 """
 
 import warnings
@@ -23,7 +23,7 @@ MLP_WIDTH, MLP_EPOCHS = 128, 200
 def encode(
     body: PreTrainedModel, tokenizer: Any, texts: Sequence[str], *, batch_size: int = 32
 ) -> np.ndarray:
-    """Return the last of `encode_layers`, `[N, D]` float32."""
+    """Return the last layer of `encode_layers`, `[N, D]` float32."""
     return encode_layers(body, tokenizer, texts, batch_size=batch_size, count=1)[0][1]
 
 
@@ -42,10 +42,10 @@ def encode_layers(
 
     Args:
         body: A model without a head.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         texts: At least one.
         batch_size: Changes nothing but speed and memory.
-        count: Of layers, evenly spread from the embeddings to the last; 1 is the last alone.
+        count: How many layers, evenly spread from the embeddings to the last; 1 is the last alone.
 
     Returns:
         For each layer its name, as in "layer 3 of 12", and `[N, D]` float32.
@@ -88,13 +88,13 @@ def probe(
 
     Args:
         train: Features `[N, D]` and classes.
-        tests: Features of the same other texts, in several forms.
-        labels: Classes of these texts.
+        tests: Features of the test texts, one array for each form of them, such as with typos.
+        labels: Classes of the test texts.
 
     Returns:
         One accuracy for each of the tests, of `logistic` regression, of an `mlp` with one hidden
-        layer, of the 5 nearest neighbors, `knn`, and of the nearest of the `class_means`; both of
-        the last measure Euclidean distances of normalized features.
+        layer, of the 5 nearest neighbors, `knn`, and of the nearest of the `class_means`; the last
+        two measure Euclidean distances of normalized features.
 
     Raises:
         ValueError: Training rows of one class only, as scikit-learn says.
@@ -137,7 +137,7 @@ def few_shots(labels: Sequence[str], count: int) -> np.ndarray:
 
 
 def wrong_labels(labels: Sequence[str], share: float) -> list[str]:
-    """Return the labels, a share of which is another class, drawn uniformly."""
+    """Return the labels, with a share of them replaced by another class, drawn uniformly."""
     generator = np.random.default_rng(0)
     names, numbers = np.unique(labels, return_inverse=True)
     chosen = generator.permutation(len(labels))[: round(share * len(labels))]
@@ -150,7 +150,7 @@ def out_of_scope(
 ) -> dict[str, float]:
     """Return how well features `[N, D]` of unknown classes are told from those of known ones.
 
-    There are three known classes or more, since of two logistic regression gives one number.
+    At least three known classes are needed: for two, logistic regression gives one number.
 
     Returns:
         The AUROC, 0.5 by chance, of the highest probability of logistic regression

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from harmonic_sft.eval.neighbors import nearest
 
-NUM_ROWS = 2000  # of a table, among which neighbors are looked up
+NUM_ROWS = 2000  # of a table, whose neighbors are looked up
 NUM_NEIGHBORS = 10
-TINY = 1e-300  # in float64, in place of 0 below a line
+TINY = 1e-300  # a float64 denominator in place of 0
 
 
 @torch.no_grad()
@@ -22,9 +22,8 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
     Returns:
         `explained_variance_2` and `explained_variance_10`, the shares of the 2 and 10 first
         principal components from 0 to 1; `effective_dimension`, the participation ratio of the
-        covariance's eigenvalues; and `mean_cosine` of all pairs: 0 where they have no common
-        direction, which alone is no isotropy. Rows that are all equal fill no direction: 0 in the
-        first three.
+        covariance's eigenvalues; and `mean_cosine` of all pairs: 0 if they have no common
+        direction, which does not make them isotropic. If all rows are equal, the first three are 0.
 
     Raises:
         ValueError: Fewer than 2 rows, or values that are not finite.
@@ -42,7 +41,7 @@ def spectrum(prototypes: Tensor) -> dict[str, float]:
     total, squares = eigenvalues.sum(), eigenvalues.square().sum()
     shares = eigenvalues / total.clamp_min(TINY)
     directions, count = F.normalize(table, dim=-1), len(table)
-    own = directions.square().sum()  # of rows that are not 0
+    own = directions.square().sum()  # number of rows that are not 0
     pairs = (directions.sum(0).square().sum() - own) / (count * (count - 1))
     return {
         "explained_variance_2": float(shares[:2].sum()),
@@ -100,12 +99,12 @@ def _spread(count: int) -> Tensor:
 def class_center_alignment(hidden_states: Tensor, labels: Tensor, prototypes: Tensor) -> float:
     """Return the mean cosine of a class's prototype and the mean of its hidden states.
 
-    Both less their mean over the classes that have a hidden state; others do not count. What all
-    classes share would otherwise make unrelated ones look aligned.
+    Only classes with a hidden state count. From both, the mean over these classes is subtracted:
+    what all classes share would make unrelated ones look aligned.
 
     Source:
-        Papyan, Han, Donoho 2020, Prevalence of Neural Collapse, arXiv:2008.08186, property 3, of
-        states of norm 1.
+        Papyan, Han, Donoho 2020, Prevalence of Neural Collapse, arXiv:2008.08186, property 3, here
+        for states of norm 1.
     """
     states, table = hidden_states.cpu().double(), prototypes.cpu().double()
     present, numbers, counts = labels.cpu().unique(return_inverse=True, return_counts=True)

@@ -13,15 +13,15 @@ from harmonic_sft.eval.scoring import TokenScores
 from harmonic_sft.models import HarmonicLanguageModel, max_positions
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of SentencePiece's byte fallback
-FREQUENCIES = (1, 10, 100, 1000)  # least count of a label in the scored text, of each bin
+FREQUENCIES = (1, 10, 100, 1000)  # least count in the scored text of the labels in each bin
 
 
 def bits_per_byte(scores: TokenScores, tokenizer: Any) -> float:
     """Return the loss of the scored tokens in bits, over the UTF-8 bytes that they stand for.
 
-    Unlike nats per token, models with different tokenizers can be compared by it. Special tokens,
-    unknown ones among them, stand for 0 bytes, and their loss counts. With WordPiece it is an
-    approximation: spaces are not in its tokens, so they are not counted.
+    Unlike nats per token, it compares models with different tokenizers. Special tokens, unknown
+    ones among them, stand for 0 bytes, but their loss counts. With WordPiece it is an
+    approximation: its tokens hold no spaces, so these are not counted.
     """
     labels, counts = np.unique(scores.labels, return_counts=True)
     lengths = _byte_lengths(tokenizer, labels.tolist())
@@ -79,15 +79,15 @@ def loss_by_frequency(scores: TokenScores) -> list[dict[str, float]]:
 
 
 def first_token(tokenizer: Any) -> int | None:
-    """Return the token before a text: that of a beginning, else that of the end of a text."""
+    """Return the id of the token to put before a text: bos, else eos, None without either."""
     start = tokenizer.bos_token_id
     return tokenizer.eos_token_id if start is None else start
 
 
 def word_ids(tokenizer: Any, word: str) -> list[int]:
-    """Return the tokens of a word after a space, or alone where these are fewer, or known.
+    """Return the tokens of a word after a space, or alone if that gives known or fewer ones.
 
-    To byte-level BPE the space before a word of a text is part of its first token.
+    In byte-level BPE the space before a word is part of the word's first token.
     """
     cuts = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (f" {word}", word))
     return min(cuts, key=lambda ids: (tokenizer.unk_token_id in ids, len(ids)))
@@ -106,8 +106,8 @@ def pseudo_log_likelihood(
 ) -> float:
     """Return the sum of the log-probabilities of a sentence's tokens, in nats.
 
-    An encoder predicts every token from all others, one masked copy each; a decoder from those
-    before it, the first one from the token of `first_token` if the tokenizer adds none.
+    An encoder predicts every token from all others, one masked copy each. A decoder predicts it
+    from those before it; `first_token` comes first if the tokenizer adds no token there.
 
     Raises:
         ValueError: A sentence without a token, or longer than the model's positions.
@@ -115,10 +115,10 @@ def pseudo_log_likelihood(
     Source:
         Salazar et al. 2020, Masked Language Model Scoring, arXiv:1910.14659.
     """
-    # The mask marks what the tokenizer added, and not an unknown word, which is a special token.
+    # The mask marks only what the tokenizer added, not unknown words, whose id is special too.
     encoded = tokenizer(sentence, return_special_tokens_mask=True)
     numbers, added = encoded["input_ids"], encoded["special_tokens_mask"]
-    if all(added):  # nothing to predict would be likelier than any sentence
+    if all(added):  # its sum of 0 would beat every sentence
         raise ValueError(f"sentence: expected at least one token, got {sentence!r}")
     if model.is_causal and added[0] == 0:
         start = first_token(tokenizer)

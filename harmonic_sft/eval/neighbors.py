@@ -52,7 +52,7 @@ def nearest(table: Tensor, queries: Tensor, num_neighbors: int) -> Tensor:
     fewer if there are not as many.
     """
     queries, count = queries.to(table.device), min(num_neighbors, len(table) - 1)
-    table = table - table.mean(0)  # which would cost the distances, of products, their digits
+    table = table - table.mean(0)  # a common offset would cost cdist's products digits
     parts = [
         torch.cdist(table[part], table)
         .scatter(1, part[:, None], torch.inf)
@@ -67,7 +67,7 @@ def nearest(table: Tensor, queries: Tensor, num_neighbors: int) -> Tensor:
 def explain(
     model: HarmonicLanguageModel, tokenizer: Any, text: str, *, top: int = 5, num_neighbors: int = 5
 ) -> list[list[dict[str, Any]]]:
-    """Return the most probable tokens at every mask of a text; of a decoder, after its end.
+    """Return the most probable tokens at every mask of a text, for a decoder after the text.
 
     Returns:
         For each place its `top` tokens: `token`, `probability`, `distance`, the Euclidean distance
@@ -75,8 +75,8 @@ def explain(
         `neighbors`, the tokens with the nearest prototypes.
 
     Raises:
-        ValueError: A text without a mask or longer than the model's positions, or more tokens than
-            there are.
+        ValueError: A text without a mask or longer than the model's positions, or `top` is not from
+            1 to the number of tokens.
     """
     head = model.dist_head
     if not 1 <= top <= len(head.prototypes):

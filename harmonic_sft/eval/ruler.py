@@ -25,12 +25,12 @@ class Ruler(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What a ruler is asked about one model."""
+    """What `semantic_errors` needs of one model."""
 
     scores: TokenScores  # of the held-out data
-    expected: np.ndarray  # [M, D], mean vector under the probabilities, of other tokens
-    labels: np.ndarray  # [M], of these tokens
-    wrong: np.ndarray  # [M], whether another class is more probable
+    expected: np.ndarray  # [M, D], mean vector under the probabilities, at the tokens of `judge`
+    labels: np.ndarray  # [M], of those tokens
+    wrong: np.ndarray  # [M], whether another class is the most probable one
 
 
 def read_ruler(folder: str, tokenizer: Any, vocab_size: int) -> Ruler:
@@ -61,7 +61,7 @@ def read_ruler(folder: str, tokenizer: Any, vocab_size: int) -> Ruler:
 
 @torch.no_grad()
 def judge(ruler: Ruler, head: Head, states: tuple[Tensor, Tensor], scores: TokenScores) -> Judged:
-    """Collect what is needed of a model while it is loaded.
+    """Collect what `semantic_errors` needs of a model while the model is loaded.
 
     `states` are hidden states `[M, D]` and their labels `[M]`.
     """
@@ -87,14 +87,14 @@ def semantic_errors(
     Args:
         ruler: Of their vocabulary; models may have further classes, which are no tokens.
         judged: One for each model, of the same tokens.
-        documents: `[N]`, of every scored token.
+        documents: `[N]`, the document of every scored token.
 
     Returns:
         For each model `guess`, the mean cosine of its most probable token and the label;
-        `expected`, of the mean vector under its probabilities and the label; each also `shuffled`,
-        with the guesses of these tokens in another order; how many `tokens` and
+        `expected`, of the mean vector under its probabilities and the label; `guess_shuffled` and
+        `expected_shuffled`, the same with the guesses in another order; the numbers `tokens` and
         `expected_tokens`; `interval`, 95 %, of `guess` over documents; and `difference`, the
-        same for `guess` minus that of the first model. Cosines are of the ruler.
+        interval of `guess` minus that of the first model. Cosines are between the ruler's vectors.
     """
     vectors = ruler.vectors.numpy()
     labels = judged[0].scores.labels
@@ -130,7 +130,7 @@ def _cosine(vectors: np.ndarray, targets: np.ndarray) -> float:
 
 
 def _shuffled(vectors: np.ndarray, targets: np.ndarray) -> float:
-    """Return the mean cosine where every row has another row's target, a fixed one."""
+    """Return the mean cosine of every row with another row's target, by a fixed permutation."""
     order = np.random.default_rng(0).permutation(len(vectors))
     places = np.empty_like(order)
     places[order] = np.roll(order, 1)  # one cycle, so that no row keeps its own

@@ -98,9 +98,9 @@ def _normalizers(logits: Tensor, highest: Tensor) -> Tensor:
     """Return the log-sum-exp of the logits less the highest at every scale, `[N, G]`.
 
     A scale is twice the one `PER_OCTAVE` before it, so its exponentials are the squares of those.
-    Every second time, among them at scale 1, they are computed again, of nothing below `LOWEST`:
-    on a CPU numbers too small to be normal take up to fifty times as long. The error is below 1e-6.
-    A few rows at a time and in place: on a CPU they stay in its cache.
+    In every second octave, that of scale 1 included, they are computed directly, with exponents
+    clamped to `LOWEST`: on a CPU subnormal numbers take up to fifty times as long. The error is
+    below 1e-6. A CPU works in place on a few rows at a time, so that they stay in its cache.
     """
     size = CACHED_ROWS if logits.device.type == "cpu" else max(1, len(logits))
     scales = np.exp(LOG_SCALES).tolist()
@@ -154,7 +154,7 @@ def score(
 def documents_of(dataset: Any, num_rows: int) -> np.ndarray:
     """Return the number of the document that every scored row belongs to, `[num_rows]`.
 
-    Rows that are no chunks of documents are documents of their own, and so is a batch that a
+    Packs and rows of other data sets count as one document each, and so does a batch that a
     padding-free collator has made one row of.
     """
     if isinstance(dataset, MaskedRows) and dataset.packs is None and len(dataset) == num_rows:
@@ -170,11 +170,11 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
 
     Returns:
         `loss` in nats at the current exponent, `accuracy` and `top_5_accuracy` from 0 to 1,
-        `tokens`, `documents` with any, `error_cosine`, the mean cosine between the embeddings of
-        label and prediction where they differ, if there is an error, `ece`, the expected
-        calibration error from 0 to 1, and `brier`, from 0 to 2. With the prefix `post_hoc_` these
-        are at the best temperature; the best on all documents is `post_hoc_h_exp` or
-        `post_hoc_inverse_temperature`.
+        the numbers of `tokens` and of `documents` with any, `error_cosine`, the mean cosine between
+        the embeddings of label and prediction over all errors, if there are any, `ece`, the
+        expected calibration error from 0 to 1, and `brier`, from 0 to 2. Loss, ECE and Brier score
+        at the best temperature have the prefix `post_hoc_`; the best on all documents is
+        `post_hoc_h_exp` or `post_hoc_inverse_temperature`.
 
     Raises:
         ValueError: No token is labelled.
@@ -218,9 +218,9 @@ def summarize(scores: TokenScores, head: Head, documents: np.ndarray) -> dict[st
 def cross_fitted(scores: TokenScores, documents: np.ndarray) -> np.ndarray:
     """Return `[3, N]`: loss, confidence and Brier score of every token at the best temperature.
 
-    That is fitted on the other half of the `documents`, `[num_rows]`, which are every second one;
-    of one document, on every second token. Where each has one label the halves are drawn, since
-    files of texts in classes may alternate between two.
+    The temperature is fitted on the other half of the `documents`, `[num_rows]`. Every second
+    document is in one half, or every second token of a single document. If each document has one
+    label, the halves are drawn at random: files of labeled texts may alternate between two classes.
     """
     fitted = np.empty((3, len(scores.labels)))
     found, ranks = np.unique(documents[scores.rows], return_inverse=True)

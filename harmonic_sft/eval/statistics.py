@@ -11,19 +11,19 @@ LEVEL = 0.95
 ROUNDING = 1e-12  # of differences between numbers of about 1
 NUM_RESAMPLES = 2000
 BATCH = 1 << 22  # documents of the resamples that are drawn at once
-MIN_DOCUMENTS = 5  # of fewer no resampling gives an interval that holds the mean often enough
+MIN_DOCUMENTS = 5  # with fewer, resampled intervals contain the mean too rarely
 
 
 def t_interval(values: Sequence[float]) -> dict[str, Any]:
     """Return the mean over seeds with its 95 % t interval.
 
     Args:
-        values: One for each seed; of a comparison, the differences between paired seeds.
+        values: One for each seed; for a comparison, the differences between paired seeds.
 
     Returns:
         `mean`, `half_width` and `p`, of the hypothesis that the mean is 0, both None for a single
-        seed, and `seeds`. `p` is None too where all differ by the same: nothing says how sure that
-        is.
+        seed, and `seeds`. `p` is None too if all values are equal: they do not say how sure the
+        mean is.
 
     Raises:
         ValueError: No value, or one that is not finite.
@@ -60,7 +60,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 def verdict(difference: dict[str, Any], p: float | None) -> str:
     """Say "higher", "lower" or "undecided" of a `t_interval` and its p corrected by `holm`.
 
-    A p of None, of a single seed, decides nothing.
+    A p of None, as for a single seed, decides nothing.
     """
     if p is None or p > 1 - LEVEL:
         return UNDECIDED
@@ -68,7 +68,7 @@ def verdict(difference: dict[str, Any], p: float | None) -> str:
 
 
 def show_interval(value: dict[str, Any], *, scale: float = 1, digits: int = 3) -> str:
-    """Return mean ± half of the 95 % interval; the mean alone of a single seed."""
+    """Return mean ± half of the 95 % interval; for a single seed the mean alone."""
     mean, half_width = f"{scale * value['mean']:.{digits}f}", value["half_width"]
     return mean if half_width is None else f"{mean} ± {scale * half_width:.{digits}f}"
 
@@ -78,20 +78,20 @@ def document_interval(
 ) -> list[float] | None:
     """Return the interval of a mean over tokens, by resampling whole documents.
 
-    Its percentiles lie further out the fewer documents there are, as far as Student's t lies beyond
-    the normal distribution: those of the level itself would hold the mean too rarely.
+    The fewer documents there are, the further out its percentiles lie, as far as Student's t lies
+    beyond the normal distribution: the level's own percentiles would contain the mean too rarely.
 
     Source:
         Hesterberg 2015, What Teachers Should Know About the Bootstrap, American Statistician 69:
         the expanded percentile interval.
 
     Args:
-        values: `[N]`, of every token; of a comparison, the differences between two models.
+        values: `[N]`, of every token; for a comparison, the differences between two models.
         documents: `[N]`, the number of each token's document.
-        level: Its confidence.
+        level: The interval's confidence.
 
     Returns:
-        Its lower and its upper end, None with fewer than `MIN_DOCUMENTS`.
+        The interval's lower and upper end; None with fewer than `MIN_DOCUMENTS`.
     """
     numbers = np.unique(documents, return_inverse=True)[1]
     count = int(numbers.max(initial=-1)) + 1

@@ -75,10 +75,10 @@ class Subject(NamedTuple):
     tokenizer: Any
     held_out: Scored
     states: tuple[Tensor, Tensor]  # hidden states [N, D] of some held-out tokens, and their labels
-    base: Any  # the body that it was trained from, as it was; None where that is unknown
-    # Where the prototypes started, as `head.init` says; None where that is unknown.
+    base: Any  # the body before training; None if it is unknown
+    # Where the prototypes started, as in `head.init`; None if it is unknown.
     init: str | None
-    score_text: Callable[[Path], Scored]  # of another text; a ValueError says why it cannot be
+    score_text: Callable[[Path], Scored]  # scores another text; a ValueError if it cannot
 
 
 def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str, Any]]:
@@ -87,15 +87,15 @@ def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str,
     Args:
         subject: The model.
         sets: A folder with `text`, `wordsim`, `function_vectors`, `sts`, `probing` and
-            `minimal_pairs`; what is not there is said to be missing.
+            `minimal_pairs`; sets that are not there are reported as missing.
         size: "quick" or "full": how much of the sets is read.
 
     Returns:
         Rows with `group`, `set`, `metric`, `value`, `better` ("higher", "lower" or ""), and perhaps
-        `n`, `note` and `unknown`, the words left out; or `group`, `set` and `missing`, what is
-        needed.
+        `n`, `note` and `unknown`, the words left out. A set that cannot be measured has `group`,
+        `set` and `missing`, what is needed.
     """
-    parts = _parts(subject, sets or Path(os.devnull), LIMITS[size])  # in which there is no file
+    parts = _parts(subject, sets or Path(os.devnull), LIMITS[size])  # devnull holds no files
     return [
         *_text(subject, HELD_OUT, subject.held_out),
         *_shape(subject),
@@ -104,7 +104,7 @@ def measure(subject: Subject, sets: Path | None, *, size: str) -> list[dict[str,
 
 
 def _parts(subject: Subject, folder: Path, limit: int) -> Iterator[tuple[str, str, Rows]]:
-    """Yield the rows of every set, with the group and the name it has where it is not measured."""
+    """Yield every set's rows, with the group and name to report if it cannot be measured."""
     yield "geometry", "drift from the base", _drift(subject)
     if isinstance(subject.model, HarmonicLanguageModel):
         for path in sorted((folder / "text").glob("*.txt")):
@@ -124,13 +124,13 @@ def _parts(subject: Subject, folder: Path, limit: int) -> Iterator[tuple[str, st
 
 
 def _files(pattern: Path, name: str) -> list[tuple[str, Path]]:
-    """Return files by name; where there are none, the pattern, which is said to be missing."""
+    """Return files by name; if there are none, the pattern, to be reported as missing."""
     files = [(path.stem, path) for path in sorted(pattern.parent.glob(pattern.name))]
     return files or [(name, pattern)]
 
 
 def _rows_or_missing(group: str, name: str, rows: Rows) -> Rows:
-    """Yield the rows of a set, and one that says why if it cannot be measured to its end."""
+    """Yield the rows of a set; if an error ends them, a last row says what is needed."""
     try:
         yield from rows
     except Unmeasured as error:
@@ -164,14 +164,15 @@ def loss_differences(
     """Compare the loss of every other model with that of the first, token by token.
 
     Args:
-        names: Of the models.
-        losses: Of each model the loss of every token, `[N]`.
+        names: Names of the models.
+        losses: For each model the loss of every token, `[N]`.
         documents: `[N]`, the document of every token.
         metric: Which loss it is, "loss" or "post_hoc_loss".
 
     Returns:
-        For each other model `metric`, `model`, `mean` in nats, its 95 % `interval` over documents,
-        `tokens`, `documents` and `verdict`: with several models the intervals are Bonferroni's.
+        For each other model `metric`, `model`, `against` (the first model), `mean` in nats, its
+        `interval` over documents, `tokens`, `documents` and `verdict`. The intervals are 95 %
+        together, by Bonferroni's correction for the number of models.
     """
     base, differences = losses[0], []
     for name, values in zip(names[1:], losses[1:], strict=True):
@@ -242,7 +243,7 @@ def _other_text(subject: Subject, path: Path) -> Rows:
 
 
 def _text(subject: Subject, name: str, scored: Scored) -> Rows:
-    """Yield what a model knows of a text; of held-out data, also by frequency and calibration."""
+    """Yield how well a text is predicted; for held-out data also by frequency, and calibration."""
     scores, documents = scored
     metrics = summarize(scores, subject.model.dist_head, documents)
     count = int(metrics["tokens"])
@@ -327,7 +328,7 @@ def _word_ratings(subject: Subject, path: Path) -> Rows:
 
 
 def _relation(subject: Subject, path: Path) -> Rows:
-    """Yield parallelogram losses of a relation: of prototypes, and of words that are read alone."""
+    """Yield parallelogram losses of prototypes, and of hidden states of words read alone."""
     items = json.loads(path.read_text(encoding="utf-8-sig"))
     pairs = [WordPair(item["input"], item["output"], 0.0) for item in items]
     table, ids, _, _ = word_table(
@@ -374,7 +375,7 @@ def _bodies(subject: Subject, name: str) -> list[tuple[str, Any]]:
 
 
 def _sentences(subject: Subject, path: Path, limit: int) -> Rows:
-    """Yield similarity of sentences, as they are and with typos, and the shape of all layers."""
+    """Yield similarity of sentences, as they are and with typos, and the shape of some layers."""
     rows = [row for row in _table(path) if row["sentence2"]][:limit]
     ratings = [float(row["score"]) for row in rows]
     if not np.isfinite(ratings).all():
@@ -460,9 +461,9 @@ def _out_of_scope(
 
 
 def _continuations(subject: Subject) -> Rows:
-    """Yield repetition of sampled continuations of the first token, or of the end of text."""
+    """Yield how much sampled continuations of `first_token` repeat themselves."""
     tokenizer = subject.tokenizer
-    model: Any = subject.model  # measure has looked: a decoder
+    model: Any = subject.model  # `_parts` has checked: a decoder
     longest = max_positions(model.config.get_text_config())
     if longest < NEW_TOKENS:
         raise Unmeasured(f"a model of {NEW_TOKENS} positions, it has {longest}")

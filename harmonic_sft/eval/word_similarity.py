@@ -62,12 +62,12 @@ def word_table(
         prototypes: `[V, D]`, one for each token.
         tokenizer: Cuts the words.
         pairs: Words and ratings.
-        pieces: "single": words that are a single token count; "mean": a word of several tokens is
-            the mean of theirs.
+        pieces: "single": only words that are a single token have a vector; "mean": a word of
+            several tokens has the mean of theirs.
 
     Returns:
-        Vectors `[W, D]`, two rows of them and a rating for each pair whose words both count, and
-        the words that do not, in the order of the pairs.
+        Vectors `[W, D]`; for each pair whose words both have one, their row numbers and the rating;
+        and the words without a vector, in the order of the pairs.
     """
     rows, unknown, vectors = {}, [], []
     for word in dict.fromkeys(word for pair in pairs for word in (pair.first, pair.second)):

@@ -32,7 +32,7 @@ from harmonic_sft.models.modeling_backbone import share_weights
 from harmonic_sft.results import make_folder, read_results, reading
 
 LINEAR_HEAD_FILE = "linear_head.safetensors"
-ROWS = 4096  # of the head at a time in float64
+ROWS = 4096  # of the head that are computed at a time, in float64
 LANGUAGE_MODELS = {one.__name__: one for one in (HarmonicForMaskedLM, HarmonicForCausalLM)}
 REPLACED = """The model was trained with another head: `{}`.
 In its place stands a linear head, for software that knows no other. **Only the order of the tokens
@@ -49,11 +49,11 @@ def export_linear(folder: Path, target: Path) -> Path:
     """Write a model with a linear head that ranks all tokens as the model in `folder` does.
 
     A decoder becomes an ordinary checkpoint of transformers' own class, which engines that know
-    that class load. Of an encoder the head is written alone.
+    that class load. For an encoder only the head is written.
 
-    Off the sphere -|x - w|^2 / 2 is x w - |w|^2 / 2 up to a constant per row; on it the order is
-    that of the cosine. What a head does to hidden states before goes into the rows. Rounding may
-    swap tokens at almost the same distance.
+    Off the unit sphere -|x - w|^2 / 2 is x w - |w|^2 / 2 up to a constant per row; on it the order
+    is that of the cosine. A linear map that the head applies to hidden states first goes into the
+    rows. Rounding may swap tokens at almost the same distance.
 
     Args:
         folder: A saved harmonic model with a head that `linear_head` takes.
@@ -62,9 +62,9 @@ def export_linear(folder: Path, target: Path) -> Path:
             `[V, D]`, `bias` `[V]` if there is one).
 
     Raises:
-        ValueError: `folder` holds no harmonic language model, its head has no linear equal, or one
-            with a bias that the decoder has no place for, or `target` is not empty or cannot be
-            made.
+        ValueError: `folder` holds no harmonic language model, its head has no linear equivalent, or
+            one with a bias for which the decoder has no place, or `target` is not empty or cannot
+            be made.
     """
     place = target.resolve()
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
@@ -109,7 +109,7 @@ def linear_head(head: Head) -> LinearHead:
             soft cap too.
 
     Raises:
-        ValueError: Another head.
+        ValueError: The head is of another kind.
     """
     if type(head) is LinearHead:
         return copy.deepcopy(head)
@@ -132,10 +132,10 @@ def linear_head(head: Head) -> LinearHead:
 
 
 def _lazy_linear(head: Head) -> tuple[AffineLogits | DistanceLogits, Tensor, bool]:
-    """Return a head's lazy logits in float64, and what it does to hidden states before.
+    """Return a head's lazy logits in float64, and the map that it applies to hidden states first.
 
-    That is a matrix `[D, E]`, the image of the unit vectors, and whether each state is also scaled
-    by a number of its own, as by a normalization. Random states show that there is no more to it.
+    The map is a matrix `[D, E]`, the images of the unit vectors, and whether each state is also
+    scaled by a factor of its own, as by a normalization. Random states test that this is all.
     """
     exact = copy.deepcopy(head).double()
     size = head.weight.shape[1]
@@ -178,10 +178,10 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
     for name in CODE_FIELDS:
         vars(config).pop(name, None)
     config.tie_word_embeddings = False
-    for field in FACTORS:  # they are in the weight
+    for field in FACTORS:  # the weight contains them
         if field in config.to_dict():
             setattr(config, field, 1.0)
-        elif hasattr(config, field):  # of MiniCPM3 a property, 1 where these are equal
+        elif hasattr(config, field):  # in MiniCPM3 a property, 1 if these are equal
             config.dim_model_base = config.hidden_size
     if SOFTCAP in config.to_dict():
         try:
@@ -213,7 +213,7 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
 
 
 def _unshare_(native: PreTrainedModel) -> None:
-    """Copy what blocks share, as Zamba's do: a model that is not tied loads it for each of them."""
+    """Copy weights that blocks share, as in Zamba: an untied model loads one for each block."""
     seen = set[int]()
     for module in native.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -223,7 +223,7 @@ def _unshare_(native: PreTrainedModel) -> None:
 
 
 def _readme(model: HarmonicHeadModel, head: LinearHead, native: PreTrainedModel | None) -> str:
-    """Return what someone has to know who gets the folder alone."""
+    """Return the README, for readers who have the folder alone."""
     settings, config = model.dist_head.settings(), model.config
     output = head if native is None else native.get_output_embeddings()
     has_softcap = native is not None and hasattr(native.config, SOFTCAP)

@@ -95,12 +95,12 @@ def model_card(
     task, name, hub_name = CARD_TASKS[architecture], repo_id.split("/")[-1], hub_base(config)
     changed, sources = config.trained_parameters or [], run["data"].get("sources") or []
     held_out = (run["data"].get("eval") or {}).get("source")
-    # The exponent of several heads is no factor on their logits.
+    # A multi-head's exponent is no factor on its logits: an inverse temperature is fitted.
     final = results.get("final") or {}
     has_factor = "post_hoc_inverse_temperature" in final
     fitted = "inverse temperature" if config.h_exp is None or has_factor else "h_exp"
     needs = [*NEEDS, *(NEEDS_FOR_ADAPTERS if form == "peft" else ())]
-    if method := quantization_method(config):  # the package's name
+    if method := quantization_method(config):  # which is also the package's name
         needs.append(method)
     context: dict[str, Any] = {
         "show": _show,
@@ -206,7 +206,7 @@ def _kind(head: dict[str, Any]) -> str:
 
 
 def _base(config: HarmonicConfig) -> str | None:
-    """Name the base; of a folder, only the last part of its path."""
+    """Name the base; for a folder only the last part of its path."""
     name = config.base_model
     if name is None:
         return None
@@ -297,7 +297,7 @@ def _log(results: dict[str, Any]) -> str:
 
 
 def _evaluation(results: dict[str, Any], best: str) -> str:
-    """Return the table of metrics before and after training, some of them at the `best` value."""
+    """Return the table of metrics before and after training; `best` names what was fitted."""
     columns = {  # metric: heading, factor and format
         "loss": ("loss, nats", 1, ".3f"),
         "accuracy": ("accuracy, %", 100, ".1f"),
@@ -340,7 +340,7 @@ def _one_line(text: object) -> str:
 
 
 def _escape(text: object) -> str:
-    """Write text so that Markdown and HTML take none of it for their own."""
+    """Write text so that Markdown and HTML show it as it is."""
     special = r"[^\w\s./:,@+()-]|(?<![^\W_])_|_(?![^\W_])"
     return re.sub(special, lambda found: f"&#{ord(found[0])};", _one_line(text))
 

@@ -59,7 +59,7 @@ OURS = (
     *TOKENIZER_FILES,
 )
 FOREIGN = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.h5", "*.msgpack")
-OTHER_WEIGHTS = ("*.pt", "*.pth", "*.ckpt", "*.onnx")  # which no push of ours replaces
+OTHER_WEIGHTS = ("*.pt", "*.pth", "*.ckpt", "*.onnx")  # of no push of ours, and never deleted
 SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")  # of the backbone
 
 LOGIN = "Run `hf auth login`, in a notebook huggingface_hub.login()"
@@ -71,7 +71,7 @@ ADVICE = {
     429: "The Hub limits how often an account may ask. Wait a while",
     500: "The Hub has a problem",
 }
-# What the client raises without an answer, and after one of a login page or a proxy.
+# What the client raises if nothing answers, or a login page or proxy instead of the Hub.
 NO_ANSWER = (HTTPError, OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -107,8 +107,8 @@ def check_destination(to: Destination) -> None:
     """Refuse what cannot be pushed to, before anything is trained or sent.
 
     Raises:
-        ValueError: Not a name of a repo, an empty license, no token, or one that the Hub does not
-            know.
+        ValueError: Not a name of a repo, an empty license, no token, one that the Hub refuses, or
+            one that stands in the message or the branch.
         PushError: The Hub cannot be reached.
     """
     if to.license is not None and not to.license.strip():
@@ -143,7 +143,7 @@ def check_model(config: HarmonicConfig, to: Destination, has_adapter: bool) -> N
     """
     check_form(config, to.form, has_adapter)
     if to.license is None:
-        base_license(config)  # whether it can be read; before anything is trained
+        base_license(config)  # raises before anything is trained, if it cannot be read
     try:
         try:
             info = HfApi().model_info(to.repo_id, revision=to.revision)
@@ -271,9 +271,9 @@ def _read(info: ModelInfo, name: str) -> dict[str, Any]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what may be done, and the first line of the Hub's answer or of an error without."""
+    """Return advice, and the first line of the Hub's answer or else of the error."""
     while not isinstance(error, HTTPError) and error.__cause__ is not None:
-        error = error.__cause__  # which the client wraps in others
+        error = error.__cause__  # the client wraps it in others
     kind, words, advice = type(error).__name__, str(error), ""
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code

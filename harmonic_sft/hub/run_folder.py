@@ -46,7 +46,7 @@ class TrainedFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """Where and how to publish; a field is an option of `harmonic-sft push` by its name."""
+    """Where and how to publish; each field is the option of `harmonic-sft push` of that name."""
 
     repo_id: str  # owner/name
     form: Form = "full"  # see `stage`
@@ -83,7 +83,7 @@ def read_run_file(home: Path) -> dict[str, Any]:
 
 
 def _read_run(home: Path) -> dict[str, Any]:
-    """Read `run.yaml`, with `./` before relative paths of local data, unlike names on the Hub."""
+    """Read `run.yaml`, and put `./` before local relative paths, to tell them from Hub names."""
     run, held_out = read_run_file(home), home / "results" / f"{LIST}.json"
     known = read_results(held_out) if held_out.is_file() else {}
     data = run["data"]
@@ -172,7 +172,7 @@ def check_saved(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold the weights of a saved model; an error if there are not all."""
+    """Return the files that hold the weights of a saved model; raise if one is missing."""
     check_not_partial(folder)
     names, index = [SAFE_WEIGHTS_NAME], folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
@@ -202,7 +202,7 @@ def last_part(path: str) -> str | None:
 
 
 def public_base(config: HarmonicConfig) -> str | None:
-    """Return the name of the base, of a folder of this machine only its last part."""
+    """Return the name of the base; of a local path only the last part."""
     base = config.base_model
     if base is None or base.startswith("package:") or hub_base(config) is not None:
         return base

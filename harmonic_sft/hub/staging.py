@@ -51,7 +51,7 @@ from harmonic_sft.models.head import find_not_finite
 from harmonic_sft.models.partial_checkpoint import BACKBONE, base_state_dict, hub_base
 from harmonic_sft.results import read_results, reading, without_secrets
 
-FORMAT = {"format": "pt"}  # of safetensors: transformers asks for it
+FORMAT = {"format": "pt"}  # metadata of safetensors that transformers asks for
 FIGURE, LICENSE = "training.png", "LICENSE"
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -67,19 +67,20 @@ TOKENIZER_FILES = (
     "spiece.model",
     "sentencepiece.bpe.model",
 )
-# They are not searched for secrets, which a token may spell.
+# Not searched for secrets: a token of the vocabulary may look like one.
 VOCABULARY = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
 SENTENCE_FILES = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json")
-CODE_FIELDS = ("auto_map", "custom_pipelines")  # of the base, which training does not run
+CODE_FIELDS = ("auto_map", "custom_pipelines")  # name code of the base, which training does not run
 SECRET = re.compile(  # in a card or JSON
     r"hf_[A-Za-z0-9]{30}|signature=|token=|[?&]sig=|x-(amz|goog)-credential=", re.I
 )
 
 
 class PushError(RuntimeError):
-    """The Hub did not answer, or did not take it; the run is as it was.
+    """The Hub did not answer, or refused the push; the run is as it was.
 
-    The client's error is not its cause, which Python would print: there the Hub may repeat a token.
+    Raise it from None or from another of its kind: Python prints causes, and in the client's error
+    the Hub may repeat a token.
     """
 
 
@@ -111,7 +112,7 @@ def stage(trained: TrainedFolder, target: Path, to: Destination) -> None:
                 save_file(blocks, target / BLOCKS_FILE, FORMAT)
         _write_config(trained, target, partial=to.form == "head")
         _copy(trained.path, target, ("generation_config.json",))
-        package = importlib.metadata.distribution("harmonic-sft")  # whose code goes along
+        package = importlib.metadata.distribution("harmonic-sft")  # its code is published too
         (target / LICENSE).write_text(package.read_text("licenses/LICENSE") or "")
     copy_tokenizer(trained.path, target)
     figure = None
@@ -194,7 +195,7 @@ def check_completed(trained: TrainedFolder, form: Form) -> None:
 def check_publishable(trained: TrainedFolder, form: Form) -> None:
     """Refuse to publish NaN, a head that predicts nothing, and one whose code is not published.
 
-    Only the form `full` reads more than what was trained.
+    The form `full` reads all weights, the others only those that were trained.
     """
     config, state = trained.config, dict(read_tensors(trained.path, ("dist_head.",)))
     tensors: Iterable[tuple[str, Tensor]] = read_tensors(trained.path, ("",))
@@ -288,7 +289,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     with reading(source / path.name):
         fields = dict(json.loads(path.read_bytes()))
     for module in re.findall(r'"(\w+)\.\w+"', json.dumps(fields.pop("auto_map", None))):
-        if (source / f"{module}.py").is_file():  # saved with it only if it was run
+        if (source / f"{module}.py").is_file():  # it is saved only if it was run
             raise ValueError(
                 f"tokenizer: expected a class of transformers, got one of {module}.py, which is "
                 "not published. Train with a tokenizer that loads without trust_remote_code"
@@ -309,7 +310,7 @@ def _trained_blocks(trained: TrainedFolder) -> dict[str, Tensor]:
 
 
 def _state_of_model(trained: TrainedFolder) -> dict[str, Tensor]:
-    """Return the backbone's weights by their names in a model, which saves experts one by one."""
+    """Return the backbone's weights by their names in a model; files hold experts one by one."""
     model = HarmonicModel.from_pretrained(trained.path, dtype="auto")
     return {f"model.{name}": value for name, value in model.state_dict().items()}
 
@@ -324,7 +325,7 @@ def _write_config(trained: TrainedFolder, target: Path, *, partial: bool) -> Non
     for name in CODE_FIELDS:
         fields["text_config"].pop(name, None)
     (target / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    for name in fields["auto_map"].values():  # the folder may hold other files by now
+    for name in fields["auto_map"].values():  # only these: the folder may hold other files
         module = trained.path / f"{Path(name).name.split('.')[0]}.py"
         for path in (module, *map(Path, get_relative_import_files(module))):
             shutil.copyfile(trained.path / path.name, target / path.name)

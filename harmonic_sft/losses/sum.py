@@ -86,12 +86,12 @@ class WeightedSum:
         logits = head.lazy_logits(hidden_states)
         terms = list(zip(self.weights, self.losses, strict=True))
         losses = []
-        exact = [term for term in terms if isinstance(term[1], Transport) and not term[1].top_k]
-        plain = [term for term in terms if _is_plain(term[1])]
+        exact = [i for i, (_, t) in enumerate(terms) if isinstance(t, Transport) and not t.top_k]
+        plain = [i for i, (_, loss) in enumerate(terms) if _is_plain(loss)]
         if exact and plain and isinstance(logits, AffineLogits | DistanceLogits):
-            (carried, transport), (own, _) = exact[0], plain[0]
+            (carried, transport), (own, _) = terms[exact[0]], terms[plain[0]]
             losses.append(transport.with_cross_entropy(logits, head, labels, mix=(own, carried)))
-            terms = [t for t in terms if t is not exact[0] and t is not plain[0]]
+            terms = [term for i, term in enumerate(terms) if i not in (exact[0], plain[0])]
         losses += [_Weighted.apply(loss(head, hidden_states, labels), w) for w, loss in terms]
         return functools.reduce(operator.add, losses)
 

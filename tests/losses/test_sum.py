@@ -88,6 +88,13 @@ def test_a_loss_that_stands_twice_counts_twice():
     torch.testing.assert_close(found, expected)
 
 
+def test_a_compiled_sum_is_one_graph():
+    head, states, labels = problem()
+    loss = make(FAMILY["cross-entropy and transport"]).prepare(head)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(head, states, labels), loss(head, states, labels))
+
+
 def test_the_head_of_every_term_is_checked():
     head, _, _ = problem({"name": "linear"})
     with pytest.raises(ValueError, match="loss harmonic: expected a dist head, got linear"):
