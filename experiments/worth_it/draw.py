@@ -71,7 +71,7 @@ def draw_bottleneck(payload: dict[str, Any], out_png: Path) -> Path:
         axes.set_xlim(left=0)
         axes.set_xlabel(f"{key}, D {width}")
     panels[0].invert_yaxis()
-    panels[0].legend(fontsize="small")
+    panels[0].legend(loc="center left", fontsize="small")
     return save_figure(figure, out_png, grid="x")
 
 
