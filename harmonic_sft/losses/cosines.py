@@ -1,4 +1,4 @@
-"""Losses of cosines: ArcFace and CosFace, a margin on the label, and InfoNCE."""
+"""Losses on cosines: ArcFace and CosFace, with a margin on the label, and InfoNCE."""
 
 import math
 from abc import abstractmethod
@@ -16,11 +16,11 @@ from harmonic_sft.models.head import at_least_float32, label_nll, unit_rows
 from harmonic_sft.ops import by_chunks, linear_cross_entropy
 from harmonic_sft.ops.arguments import check_labels
 
-MIN_SQUARED_SINE = 1e-7  # below it rounding decides, and the slope of the square root is not finite
+MIN_SQUARED_SINE = 1e-7  # below it rounding dominates, and at 0 the square root's slope is infinite
 
 
 def _compares(head: Head) -> Head:
-    """Return the head that compares hidden states, behind whatever maps them first."""
+    """Return the innermost head, which compares hidden states after all maps around it."""
     while isinstance(head, MappedHead):
         head = head.inner
     return head
@@ -28,7 +28,7 @@ def _compares(head: Head) -> Head:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _MarginLoss(Loss):
-    """Cross-entropy of a cosine head's logits, that of the label made smaller."""
+    """Cross-entropy of a cosine head's logits, with the label's logit lowered by a margin."""
 
     margin: float
 
@@ -36,7 +36,7 @@ class _MarginLoss(Loss):
         """Refuse any head but cosine: a margin needs its angles and its scale.
 
         Raises:
-            ValueError: It is another one.
+            ValueError: The head is not a cosine head.
         """
         if not isinstance(_compares(head), CosineHead):
             raise ValueError(
@@ -62,11 +62,11 @@ class _MarginLoss(Loss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ArcFaceLoss(_MarginLoss):
-    """Cross-entropy with the label's logit scale * cos(theta) made scale * cos(theta + margin).
+    """Cross-entropy whose label logit is scale * cos(theta + margin), not scale * cos(theta).
 
-    The scale is the head's. The margin only trains: the head predicts without it. Where theta +
-    margin is above pi the cosine would rise again; there, as the authors' code does, the label's
-    logit is scale * (cos(theta) - margin * sin(margin)).
+    The scale is the head's. The margin is part of the loss only: the head predicts without it.
+    Where theta + margin is above pi the cosine would rise again; there, as in the authors' code,
+    the label's logit is scale * (cos(theta) - margin * sin(margin)).
 
     Source:
         Deng et al. 2019, ArcFace, arXiv:1801.07698, Eq. 3, with a scale of 64 and a margin of 0.5.
@@ -87,9 +87,9 @@ class ArcFaceLoss(_MarginLoss):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class CosFaceLoss(_MarginLoss):
-    """Cross-entropy with the label's logit scale * cos(theta) made scale * (cos(theta) - margin).
+    """Cross-entropy whose label logit is scale * (cos(theta) - margin), not scale * cos(theta).
 
-    The scale is the head's. The margin only trains: the head predicts without it.
+    The scale is the head's. The margin is part of the loss only: the head predicts without it.
 
     Source:
         Wang et al. 2018, CosFace, arXiv:1801.09414, Eq. 4, with a scale of 64 and a margin of 0.35.
@@ -107,10 +107,10 @@ class InfoNCELoss(Loss):
     """Negative log of the label's share of exp(scale * cos) among the labels of the batch.
 
     The positive is the label's prototype, the negatives are the prototypes of the batch's other
-    labels, each of them once. No other prototype enters the loss or gets a gradient, so that the
-    probabilities of the head over all V classes are not trained; and since the negatives are those
-    of one micro-batch, accumulated batches do not equal a big one. The head's own scale, exponent
-    and bias take no part.
+    labels, each of them once. No other prototype enters the loss or gets a gradient, so the head's
+    probabilities over all V classes are not trained. The negatives come from one micro-batch, so
+    accumulated batches do not equal a big one. The head's own scale, exponent and bias are not
+    used.
 
     Source:
         van den Oord et al. 2018, Contrastive Predictive Coding, arXiv:1807.03748, Eq. 4, whose
@@ -147,7 +147,7 @@ class InfoNCELoss(Loss):
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(lazy.weight))
         candidates, targets = labels.unique(return_inverse=True)  # [U], [N]
         states = unit_rows(at_least_float32(lazy.hidden_states))
-        # What takes no part gets a gradient of zeros, since DDP waits for those of all parameters.
+        # Unused parameters get a gradient of zeros, since DDP waits for the gradients of all.
         idle = [p for p in head.parameters() if not len(labels) or p is not head.weight]
         nothing = sum(p.flatten()[:0].sum() for p in idle)
         if not len(labels):

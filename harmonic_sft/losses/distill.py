@@ -1,4 +1,4 @@
-"""Distillation from the head that the base had, annealed into the new head's own loss."""
+"""Distillation from the base's old head, annealed into the new head's cross-entropy."""
 
 import copy
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ from harmonic_sft.ops.dense_chunks import chunk_rows
 class DistillLoss(Loss):
     """KL divergence from the old head's distribution, annealed into the cross-entropy.
 
-    The loss is weight * KL(q || p) + (1 - weight) * -log p_y, with p of the head that is trained
-    (its cross-entropy is harmonic loss where it measures distances) and q of the model as it was: a
-    frozen copy of the old head on the hidden states of a frozen body. The weight goes from 1 at the
-    first step to 0 after `until` of the run, linearly.
+    The loss is weight * KL(q || p) + (1 - weight) * -log p_y. p is the distribution of the trained
+    head, for distances that of the harmonic loss. q is that of the old model: a frozen copy of the
+    old head on the hidden states of a frozen body. The weight falls linearly from 1 at the first
+    step to 0 after the share `until` of the run.
 
-    While the weight is above 0 it costs a product of N x V x D multiplications more than a
-    cross-entropy's three, and where the body trains too a forward pass of the old one; then it is
-    the cross-entropy.
+    A cross-entropy has three matrix products of N x V x D multiplications. While the weight is
+    above 0 this loss has a fourth one and, if the body trains too, a forward pass of the old body.
+    At weight 0 it is the cross-entropy.
 
     Source:
         Hinton et al. 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531, Sec. 2,
@@ -46,9 +46,9 @@ class DistillLoss(Loss):
 
         Args:
             head: The old head.
-            body: The old body, if training changes it; not copied here, see
-                `training.freezing.frozen_copy`. Without one the teacher shares the new head's
-                hidden states.
+            body: The old body, if training changes the body. It is not copied here: pass a
+                `training.freezing.frozen_copy`. With None the teacher reads the new head's hidden
+                states.
         """
         return Distillation(self, head, body)
 
@@ -59,23 +59,23 @@ class Distillation:
     Args:
         loss: The settings.
         teacher: The old head; a frozen copy is kept.
-        body: The old body, or None if it is the one that is trained on top of.
+        body: The old body, or None if training does not change the body.
     """
 
     def __init__(self, loss: DistillLoss, teacher: Head, body: nn.Module | None = None):
         self.loss = loss
         self.teacher = copy.deepcopy(teacher).requires_grad_(False).eval()
         self.body = body
-        self.weight = 1.0  # of the divergence now, from 0 to 1
-        self._last = CrossEntropyLoss()  # at weight 0
+        self.weight = 1.0  # the current factor of the divergence, from 0 to 1
+        self._last = CrossEntropyLoss()  # the loss at weight 0
         self._states: Tensor | None = None
 
     def anneal(self, progress: float) -> None:
-        """Set the weight after this share of the run, from 0 to 1."""
+        """Set the weight for `progress`, the share of the run that is done, from 0 to 1."""
         self.weight = max(0.0, 1.0 - progress / self.loss.until)
 
     def read(self, batch: Mapping[str, Tensor]) -> None:
-        """Let the old body read a batch, right before a causal model computes its loss on it.
+        """Run the old body on a batch, right before a causal model computes its loss on the batch.
 
         Args:
             batch: What the model gets, with `labels` `[B, T]`.
@@ -98,14 +98,14 @@ class Distillation:
         if self.weight == 0:
             return self._last(head, hidden_states, labels)
         states = self._teacher_states(hidden_states)
-        if self.teacher.weight.device != hidden_states.device:  # under torch.func `to` breaks it
+        if self.teacher.weight.device != hidden_states.device:  # torch.func breaks modules in `to`
             self.teacher.to(hidden_states.device)
         logits, teacher = head.lazy_logits(hidden_states), self.teacher.lazy_logits(states)
         if isinstance(logits, AffineLogits | DistanceLogits) and isinstance(teacher, AffineLogits):
             second = (teacher.weight.detach(), teacher.hidden_states.detach(), teacher.bias)
             mix = (1 - self.weight, self.weight)
             return chunked_loss(logits, labels, stage="distillation", second=second, mix=mix).loss
-        rows = max(1, chunk_rows(head.weight) // 4)  # a chunk has some seven such matrices
+        rows = max(1, chunk_rows(head.weight) // 4)  # a chunk has about seven [rows, V] matrices
         widths = [hidden_states.shape[1], states.shape[1]]
 
         def dense(head: Head, both: Tensor, labels: Tensor) -> Tensor:

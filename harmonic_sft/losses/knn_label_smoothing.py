@@ -22,7 +22,7 @@ class NeighborTable(NamedTuple):
     """The smoothing distribution of every class.
 
     Attributes:
-        indices: `[V, K]`, int64, the nearest classes, itself left out.
+        indices: `[V, K]`, int64, the nearest other classes.
         weights: `[V, K]`, positive, each row sums to 1.
     """
 
@@ -66,7 +66,7 @@ class KNNLabelSmoothingLoss(Loss):
         """Return the loss with the table of the head's prototypes as they are now.
 
         Raises:
-            ValueError: There are not as many other prototypes.
+            ValueError: There are fewer than `num_neighbors` other prototypes.
         """
         return NeighborSmoothing(self, head)
 
@@ -79,7 +79,7 @@ class NeighborSmoothing:
         head: Gives the prototypes.
 
     Attributes:
-        table: Follows the labels to their device.
+        table: The neighbors of every class; each call moves it to the labels' device.
     """
 
     def __init__(self, loss: KNNLabelSmoothingLoss, head: Head):
@@ -98,7 +98,7 @@ class NeighborSmoothing:
         self.table = find_neighbors(head.prototypes.detach(), loss.num_neighbors, scale=loss.scale)
 
     def __call__(self, head: Head, hidden_states: Tensor, labels: Tensor) -> Tensor:
-        """Return one loss per token; see `Loss`. It is the target's entropy where that is met."""
+        """Return one loss per token; see `Loss`. Its minimum is the entropy of the target."""
         check_labels(labels, num_rows=len(hidden_states), num_classes=len(head.weight))
         if len(self.table.indices) != len(head.weight):  # the vocabulary was resized
             self.refresh(head)

@@ -15,23 +15,23 @@ from harmonic_sft.ops.arguments import check_labels
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Loss:
-    """A value whose fields are a loss's settings; `prepare` makes the loss that a model calls."""
+    """The settings of a loss; `prepare` makes the loss that a model calls."""
 
     name: str
-    needs: ClassVar[str]  # what `prepare` takes from a head, of a loss without a `__call__`
+    needs: ClassVar[str]  # what `prepare` takes from a head, if the loss cannot be called without
 
     def check(self, head: Head) -> None:
         """Refuse a head that the loss does not fit.
 
         Args:
-            head: Also one without values, on the meta device.
+            head: May be on the meta device, without values.
 
         Raises:
-            ValueError: It does not.
+            ValueError: The head does not fit.
         """
 
     def prepare(self, head: Head) -> LossFunction:
-        """Return this loss, after `check`, or what it becomes with what it needs of the head.
+        """Check the head and return the loss to call, with whatever it takes from the head.
 
         Raises:
             ValueError: The head does not fit.
@@ -51,7 +51,7 @@ class Loss:
             `[N]`, in nats.
 
         Raises:
-            ValueError: `prepare` has to be called first, for what the loss needs of a head.
+            ValueError: The loss needs something from a head, so call `prepare(head)` first.
         """
         raise ValueError(
             f"loss {self.name}: expected {self.needs}, got none. Call what prepare(head) returns"
@@ -102,7 +102,8 @@ class CrossEntropyLoss(Loss):
 class HarmonicLoss(Loss):
     """Negative log of p_y, with p_j proportional to (d_j ** 2 + eps) ** h_exp.
 
-    The exponent and eps belong to the head, which anneals and publishes them.
+    The exponent and eps are settings of the head and are published with it; training anneals the
+    exponent there.
 
     Source:
         Baek et al. 2025, Harmonic Loss Trains Interpretable AI Models, arXiv:2502.01628, Eq. 2,
@@ -119,7 +120,7 @@ class HarmonicLoss(Loss):
         """Refuse a head that measures no distances.
 
         Raises:
-            ValueError: It does not.
+            ValueError: The head has no `h_exp`.
         """
         if head.h_exp is None:
             raise ValueError(
@@ -128,7 +129,7 @@ class HarmonicLoss(Loss):
             )
 
     def prepare(self, head: Head) -> CrossEntropyLoss:
-        """Return the cross-entropy of the head's distances, which this loss is, after `check`."""
+        """Check the head and return its cross-entropy, which for distances is this loss."""
         self.check(head)
         return CrossEntropyLoss(impl=self.impl)
 

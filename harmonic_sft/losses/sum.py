@@ -17,7 +17,7 @@ from harmonic_sft.losses.loss import CrossEntropyLoss, HarmonicLoss, Loss
 from harmonic_sft.losses.wasserstein import Transport, WassersteinLoss
 from harmonic_sft.models import AffineLogits, DistanceLogits, Head, LossFunction
 
-# Every loss but sums and distillation, by name.
+# The losses that a sum may have as terms, by name: all but sums and distillation.
 TERMS = {
     "cross_entropy": CrossEntropyLoss,
     "harmonic": HarmonicLoss,
@@ -43,8 +43,8 @@ class Term:
 class SumLoss(Loss):
     """A weighted sum of losses.
 
-    A plain cross-entropy beside an exact wasserstein shares its matrix products; every other term
-    makes its own.
+    Every term computes its own matrix products, except that a plain cross-entropy and a wasserstein
+    without `top_k` share theirs.
     """
 
     name: Literal["sum"] = "sum"
@@ -55,7 +55,7 @@ class SumLoss(Loss):
         """Refuse a head that one of the terms refuses.
 
         Raises:
-            ValueError: One does.
+            ValueError: A term refuses the head.
         """
         for term in self.terms:
             term.loss.check(head)
@@ -102,7 +102,10 @@ def _is_plain(loss: Any) -> bool:
 
 
 class _Weighted(torch.autograd.Function):
-    """A factor whose backward pass keeps uniform gradients uniform, as the fused losses want."""
+    """loss * weight, whose backward pass returns a broadcast gradient broadcast: see `is_uniform`.
+
+    A plain product would fill it, and the fused losses would compute their scores again.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, weight: float) -> Tensor:

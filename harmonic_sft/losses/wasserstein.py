@@ -21,11 +21,13 @@ class WassersteinLoss(Loss):
 
     The target is a Dirac, so the optimal plan is forced and W2 ** 2 = sum_j p_j |e_j - e_y| ** 2.
 
-    With `top_k` the prediction is the softmax over the most probable classes and the label alone:
-    in a sum merely cut, the tail would cost nothing, and the gradient would move probability there.
+    With `top_k` the prediction is the softmax over the most probable classes and the label alone.
+    If the sum were only truncated, the tail would cost nothing, and the gradient would move
+    probability there.
 
-    Matrix products of N x V x D multiplications (a cross-entropy has 3): 4 with a fixed ground and
-    6 with a moving one, a cross-entropy beside it in a sum included; 3 with `top_k`.
+    Cost in matrix products of N x V x D multiplications, of which a cross-entropy has 3: 4 with a
+    fixed ground, 6 with a moving one, 3 with `top_k`. The 4 and the 6 also cover a cross-entropy
+    beside it in a sum.
     """
 
     name: Literal["wasserstein"] = "wasserstein"
@@ -44,7 +46,7 @@ class WassersteinLoss(Loss):
         """Return the loss on its ground: the head's prototypes, or a copy of them as they are now.
 
         Raises:
-            ValueError: There are not more classes than `top_k`.
+            ValueError: `top_k` is not below the number of classes.
         """
         if self.top_k is not None and self.top_k >= len(head.weight):
             raise ValueError(
@@ -103,7 +105,7 @@ class Transport:
         *,
         mix: tuple[float, float],
     ) -> Tensor:
-        """Return the weighted sum with the cross-entropy of the same logits.
+        """Return the weighted sum of this loss and the cross-entropy of the same logits.
 
         Args:
             logits: The head's, of N hidden states.
@@ -121,7 +123,7 @@ class Transport:
         logits, ground = head(hidden_states), self.ground(head)  # [N, V], [V, D]
         if self.top_k is None:
             points = ground.to(logits.dtype)
-            points = points - points.detach().mean(0)  # which would cost the costs their digits
+            points = points - points.detach().mean(0)  # a common offset would cost digits
             squares, targets = points.square().sum(-1), points[labels]
             costs = squares + squares[labels].unsqueeze(-1) - 2 * targets @ points.T  # [N, V]
             # Rounding can push a small cost below zero; that of the label is 0.
@@ -137,12 +139,12 @@ def _truncated_cost(logits: Tensor, points: Tensor, columns: Tensor) -> Tensor:
 
     Args:
         logits: `[N, 1 + K]`.
-        points: `[N, 1 + K, D]`, where the classes are.
-        columns: `[N, 1 + K]`, the classes; the label may come again and is left out then.
+        points: `[N, 1 + K, D]`, the ground points of the classes.
+        columns: `[N, 1 + K]`, the classes; if the label is repeated, the repetition is left out.
     """
     again = columns == columns[:, :1]
     again[:, 0] = False
     probs = logits.masked_fill(again, -torch.inf).softmax(-1)
-    # By difference, without a matrix of gaps; the gradient is 0 where there is none.
+    # cdist subtracts without storing the differences; its gradient at distance 0 is 0.
     gaps = torch.cdist(points, points[:, :1], compute_mode="donot_use_mm_for_euclid_dist")
     return (probs * gaps.squeeze(-1).square()).sum(-1)

@@ -40,9 +40,8 @@ OFFSET_POSITIONS = (
     "xmod",
 )
 UNBOUNDED = 2**31 - 1  # positions of a backbone that has none, such as BLOOM
-# Weights that published checkpoints have and their models do not use: buffers, a table that
-# DeBERTa's have without using it, a copy of the embeddings (mDeBERTa), and the layer of BERT's
-# next-sentence task.
+# Weights that published checkpoints have and their models do not use: buffers, DeBERTa's position
+# table, a copy of the embeddings (mDeBERTa), and the layer of BERT's next-sentence task.
 UNUSED = (
     "position_ids",
     ".position_embeddings.weight",
@@ -50,7 +49,7 @@ UNUSED = (
     ".seq_relationship.weight",
     ".seq_relationship.bias",
 )
-# transformers 5.24 renamed what a decoder takes and returns.
+# transformers 5.24 renamed the cache that a decoder takes and returns.
 CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 
 
@@ -97,8 +96,8 @@ def load_checked(model_class: Any, name: str, config: PreTrainedConfig, **option
         )
     finally:
         logging.set_verbosity(verbosity)
-    # Not of decoders: published ones have buffers in their bodies that are not used any more, such
-    # as GPT-2's.
+    # Unused weights in the body count too for a masked model, but not for a decoder: published
+    # ones have old buffers there, such as GPT-2's.
     parts = [model, model.base_model] if model_class is AutoModelForMaskedLM else [model]
     own = {key.split(".")[0] for part in parts for key in part.state_dict()}
     prefix = f"{model.base_model_prefix}."
@@ -127,13 +126,13 @@ def check_whole(files: Iterable[Path]) -> None:
 
     Raises:
         ValueError: A file of safetensors has no header, or another length.
-        PermissionError: It may not be read; safetensors says that there is none.
+        PermissionError: A file may not be read; safetensors would report it as missing.
     """
     for path in filter(Path.is_file, files):
         path.open("rb").close()
         try:
             load_state_dict(path, map_location="meta")  # the header alone
-        except (OSError, ValueError):  # no damage: who loads it says what it is
+        except (OSError, ValueError):  # not damage; loading the file will report it
             continue
         except Exception as error:  # safetensors has a class of its own
             raise ValueError(
@@ -145,7 +144,7 @@ def check_whole(files: Iterable[Path]) -> None:
 def load_backbone(name: str, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """Load the backbone of a checkpoint of transformers, NeoBERT or of ours; see `load_checked`."""
     if config.model_type == "harmonic":
-        from .modeling_backbone import HarmonicModel  # which imports this module
+        from .modeling_backbone import HarmonicModel  # it imports this module
 
         return load_checked(HarmonicModel, name, config, **options).backbone
     backbone_class = NeoBERTModel if config.model_type == "neobert" else AutoModel
@@ -165,8 +164,8 @@ def find_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """Return the name and the list of the transformer blocks.
 
     Raises:
-        ValueError: There is no such list, as in ALBERT, whose blocks share their weights, or one
-            for each part of a block, as in XLM.
+        ValueError: There is no list of blocks, as in ALBERT, whose blocks share their weights, or
+            there is one list for each part of a block, as in XLM.
     """
     lists = _block_lists(backbone)
     if len(lists) != 1:
@@ -185,7 +184,7 @@ def known_blocks(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def _block_lists(backbone: PreTrainedModel) -> dict[str, nn.ModuleList]:
-    """Return the first list as long as the configuration says, and such lists beside it."""
+    """Return the first list of `num_hidden_layers` modules, and its siblings of that length."""
     num_blocks, lists = backbone.config.num_hidden_layers, dict[str, nn.ModuleList]()
     for name, module in backbone.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_blocks:
@@ -229,7 +228,7 @@ def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
     """Set every dropout probability of a configuration.
 
     Raises:
-        ValueError: It has none, and the probability is not 0.
+        ValueError: The configuration has none, and the probability is not 0.
     """
     names = [
         name
@@ -246,7 +245,10 @@ def set_dropout_(config: PreTrainedConfig, probability: float) -> None:
 
 
 def keep_float32_(backbone: PreTrainedModel, built: PreTrainedModel) -> None:
-    """Keep in float32 what its class makes so in `built`, a model of 16 bits, without naming it."""
+    """Keep the parameters in float32 that its class makes float32 in `built`, a 16-bit model.
+
+    transformers keeps only those that the class names.
+    """
     made = {name for name, p in built.named_parameters() if p.dtype == torch.float32}
     backbone._keep_in_fp32_modules_strict = made.union(backbone._keep_in_fp32_modules_strict or ())
 
@@ -262,9 +264,9 @@ def castable(backbone: PreTrainedModel) -> Iterator[nn.Parameter]:
 def cast_parameters_(
     backbone: PreTrainedModel, dtype: torch.dtype, kept: Iterable[str] | None = None
 ) -> None:
-    """Cast `castable` parameters; not quantized and `kept` ones, nor buffers (rotary frequencies).
+    """Cast `castable` parameters, except quantized and `kept` ones; leave buffers (rotary) alone.
 
-    `kept` are names of those that a run held in float32.
+    `kept` are the names of parameters that a run held in float32.
     """
     if dtype != torch.float32:
         with torch.device("meta"):
@@ -297,7 +299,7 @@ def settle_quantized_(model: PreTrainedModel, merged: Sequence[str] = ()) -> Non
         if isinstance(module, PreTrainedModel):
             module.hf_quantizer = quantizer
         if isinstance(module, nn.Linear | Conv1D) and not is_quantized(module.weight):
-            plain.append(name.removeprefix("model."))  # an ending, also where the body is alone
+            plain.append(name.removeprefix("model."))  # also a suffix of the name in the body alone
         # bitsandbytes 0.50.2 undoes this packing in `functional.py:1780` when it saves, and leaves
         # the statistics in bfloat16, and transposed unless they are nested (the same packing as in
         # https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2078). This can go when

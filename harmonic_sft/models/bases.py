@@ -41,8 +41,8 @@ from .linear_heads import LinearHead
 from .modeling_neobert import NeoBERTForMaskedLM
 
 logger = logging.get_logger(__name__)
-MASKED = ("ForMaskedLM", "WithLMHeadModel")  # ends of transformers' names
-QUANTIZED = ("bitsandbytes", "torchao")  # what may stay frozen under a new head
+MASKED = ("ForMaskedLM", "WithLMHeadModel")  # endings of transformers' class names
+QUANTIZED = ("bitsandbytes", "torchao")  # packages whose weights may stay frozen under a new head
 # Fields of a decoder's configuration that change its dot products before they are logits: factors,
 # each being the field's value to this power, and a soft cap. `_check_decoder` runs the model to
 # make sure that it does nothing else.
@@ -109,14 +109,14 @@ def load_base(
 ) -> Base:
     """Load what a new head is put on: a base, or one of our own checkpoints.
 
-    `head_class` is what loads a checkpoint of its own kind with the head; None leaves heads alone,
-    also those of transformers' own models. `dropout` is the probability of every dropout of the
-    backbone, None the base's own. A decoder comes with the head that it was published with.
+    Checkpoints of `head_class` are loaded with their head, as are published masked models if it is
+    `HarmonicForMaskedLM`; with None heads are left out. A published decoder always comes with its
+    head. `dropout` is the probability of every dropout of the backbone, None the base's own.
 
     Raises:
-        ValueError: The checkpoint does not fill the backbone, is none of this kind, is quantized
-            otherwise than by bitsandbytes or torchao, or has no token embeddings; or a dtype that
-            is none.
+        ValueError: The checkpoint does not fill the backbone, is not of the kind that `is_causal`
+            says, is quantized otherwise than by bitsandbytes or torchao, or has no token
+            embeddings; or `dtype` is not a dtype.
     """
     name = os.fspath(name)
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
@@ -159,10 +159,10 @@ def load_base(
 
 
 def _is_masked(config: PreTrainedConfig, architectures: Iterable[str] | None) -> bool:
-    """Whether a checkpoint is said to be a masked model of transformers, with its head."""
+    """Whether a checkpoint claims to be a masked model of transformers, with its head."""
     if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         return False
-    if "BertForPreTraining" in (architectures or []):  # ELECTRA's has another head
+    if "BertForPreTraining" in (architectures or []):  # ElectraForPreTraining has another head
         return True
     return any(kind.endswith(MASKED) for kind in architectures or [])
 
@@ -189,7 +189,7 @@ def _load_masked(name: str, options: dict[str, Any]) -> PreTrainedModel | None:
         return None
     try:
         return load_checked(AutoModelForMaskedLM, name, **options)
-    except Exception as error:  # transformers' too; whoever loads the body says what is wrong there
+    except Exception as error:  # of any class; loading the body alone reports what is wrong there
         logger.warning("%s. Its own head is left out.", error)
         return None
 
@@ -212,8 +212,8 @@ def base_of(
     afterwards. Where its weights came from is left out: they may have been changed since.
 
     Raises:
-        ValueError: It is none of this kind, has no token embeddings, or its logits are more than a
-            linear layer, factors and soft caps.
+        ValueError: The model is not of the kind that `is_causal` says, has no token embeddings, or
+            its logits are more than a linear layer, factors and soft caps.
     """
     name = name or type(model).__name__
     check_supported(name, model.config, is_causal=is_causal)
@@ -235,7 +235,7 @@ def base_of(
         head = LinearHead(model.config.hidden_size, model.config.vocab_size)
         head.load_state_dict(model.get_submodule("decoder").state_dict())
     elif type(model).__name__.endswith(MASKED):
-        with torch.random.fork_rng(devices=[]):  # what is drawn later is as without this head
+        with torch.random.fork_rng(devices=[]):  # later random draws are as without this head
             head = _masked_head(model)
         if head is None:
             _leave_out(name)
@@ -263,7 +263,7 @@ def _as_base(
     generation_config: GenerationConfig | None = None,
     kept: list[str] | None = None,
 ) -> Base:
-    """Check and cast a backbone, and drop its local path, which nobody may publish."""
+    """Check and cast a backbone, and drop its local path, which must not be published."""
     check_embeddings(name, backbone)
     cast_parameters_(backbone, dtype, kept)
     backbone.config.name_or_path = ""
@@ -307,13 +307,13 @@ def check_supported(name: str, config: PreTrainedConfig, *, is_causal: bool) -> 
     """Refuse a base that is no text model of transformers, or is quantized in a way we cannot save.
 
     Raises:
-        ValueError: It has code of its own, sees or hears, or has an encoder and a decoder; or it is
-            quantized by something else than bitsandbytes and torchao, or that is not installed; or
-            a quantized encoder.
+        ValueError: It has code of its own, takes images or sound, or has both an encoder and a
+            decoder; or it is quantized and an encoder, or by something else than bitsandbytes and
+            torchao, or by one of them that is not installed.
     """
     is_ours = config.model_type in ("harmonic", "neobert")
     is_not_one_body = config.is_encoder_decoder or config.get_text_config() is not config
-    # Two streams of hidden states; a decoder alone, which would be saved without its encoder.
+    # Reformer has two streams of hidden states; Whisper's decoder would lose its encoder.
     is_not_one_body |= config.model_type in ("reformer", "whisper")
     is_not_one_body |= not hasattr(config, "vocab_size")
     if not is_ours and (is_not_one_body or type(config) not in MODEL_MAPPING):
@@ -388,7 +388,7 @@ def old_head(model: PreTrainedModel) -> LinearHead:
 
 @torch.no_grad()
 def _check_decoder(model: PreTrainedModel, head: LinearHead | None, name: str) -> None:
-    """Refuse a decoder that sees later tokens, or whose body and head predict otherwise than it."""
+    """Refuse a decoder that sees later tokens, or whose logits are not those of body and `head`."""
     model.eval()
     num_tokens, vocab_size = 8, model.config.vocab_size
     rows = torch.arange(2 * num_tokens, device=model.device).view(2, num_tokens) * 7 % vocab_size

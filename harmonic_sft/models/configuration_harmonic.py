@@ -12,7 +12,7 @@ from .configuration_neobert import NeoBERTConfig
 
 
 def _of_body(name: str) -> property:
-    """Return a field of the backbone's configuration."""
+    """Return a property that reads and writes a field of the backbone's configuration."""
 
     def write(config: Any, value: Any) -> None:
         setattr(config.text_config, name, value)
@@ -28,8 +28,8 @@ class HarmonicConfig(PreTrainedConfig):
             Default: NeoBERT's.
         head: `{"name": ..., fields...}` of the output head, with the `h_exp` reached.
         base_model: Name or folder of the model the backbone was loaded from.
-        base_revision: Its commit on the Hub, None for one of this machine.
-        base_dtype: Precision that its weights were rounded to when training began.
+        base_revision: The base's commit on the Hub, None for a local one.
+        base_dtype: Precision that the base's weights were rounded to when training began.
         tie_word_embeddings: Whether the head shares its weight with the input embeddings.
         float32_modules: Names of modules kept in float32 when the rest is loaded in 16 bits.
         trained_parameters: Names of the parameters that differ from the base's, the head's too.
@@ -43,16 +43,16 @@ class HarmonicConfig(PreTrainedConfig):
             loaded from another class's checkpoint; default: linear.
         logit_shift: Added to all logits over tokens, which changes no probability. Logits of a
             distance head are above 0 only within distance 1 (on the sphere: cosines above 0.5).
-            What cuts logits off at 0, SPLADE for one, sees tokens up to squared distance s where
-            this is -h_exp * log(s): 2 is a right angle.
-        base_vocab_size: Rows of the base's token embeddings, where they were resized since.
+            Methods that cut logits off at 0, such as SPLADE, see tokens up to squared distance s
+            if this is -h_exp * log(s); s = 2 is a right angle.
+        base_vocab_size: Rows of the base's token embeddings, if they have been resized since.
 
     Raises:
         ValueError: This version of transformers does not have the backbone.
     """
 
     model_type = "harmonic"
-    use_cache = True  # no field: loading may turn it off, and nothing of it is saved
+    use_cache = True  # not a field: loading may turn it off, and that must not be saved
     sub_configs: ClassVar[dict[str, Any]] = {"text_config": AutoConfig}
 
     text_config: Any = None
@@ -70,9 +70,9 @@ class HarmonicConfig(PreTrainedConfig):
     logit_shift: float = 0.0
     base_vocab_size: int | None = None
 
-    # The body's fields, where others look for them: transformers sets the first where a decoder
-    # drafts with its first layers, PEFT saves embeddings with an adapter where the second is not
-    # the base's, sentence-transformers reads the third, and scripts read and set the others.
+    # The body's fields, where others look for them: transformers sets num_hidden_layers if a
+    # decoder drafts with its first layers, PEFT saves embeddings with an adapter if vocab_size is
+    # not the base's, sentence-transformers reads max_position_embeddings, scripts use the others.
     num_hidden_layers = _of_body("num_hidden_layers")
     vocab_size = _of_body("vocab_size")
     max_position_embeddings = _of_body("max_position_embeddings")
@@ -98,9 +98,9 @@ class HarmonicConfig(PreTrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as a dictionary.
 
-        PEFT calls this right before it looks up which layers LoRA adapts by default, in a table of
-        its own without a hook (PEFT 0.21.2, `tuners/tuners_utils.py:867`): all linear layers.
-        This can go when a model can name these layers itself.
+        Also enters our models in PEFT's table of the layers that LoRA adapts by default: all linear
+        ones. The table has no hook, and PEFT calls this right before it reads the table (PEFT
+        0.21.2, `tuners/tuners_utils.py:867`). This can go when a model can name these layers.
         """
         if (peft := sys.modules.get("peft.utils.constants")) is not None:
             table = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING

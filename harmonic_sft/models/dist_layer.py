@@ -14,7 +14,7 @@ Metric = Literal["euclidean", "mahalanobis"]
 
 
 class DistLayer(SphereHead):
-    """Distances to one prototype per token, made logits by the harmonic law.
+    """Distances to one prototype per token, turned into logits by the harmonic law.
 
     p_j is proportional to (d_j ** 2 + eps) ** h_exp, so the logits are h_exp * log(d_j ** 2 + eps)
     and the harmonic loss is their cross-entropy. On the unit sphere both sides are normalized and
@@ -25,7 +25,7 @@ class DistLayer(SphereHead):
     is the Euclidean distance of stretched vectors, at V * D * (1 + rank) operations more;
     `unit_sphere` normalizes both sides before. It starts at a = 1 and a small random U.
 
-    `settings()` hold the exponent; a `state_dict` has it only where it is learned.
+    The exponent is in `settings()`; it is in the `state_dict` only if it is learned.
 
     Args:
         hidden_size: D.
@@ -35,18 +35,19 @@ class DistLayer(SphereHead):
         unit_sphere: Normalize hidden states and prototypes.
         eps: Added to d ** 2 before the logarithm, in squared units of the hidden states.
         learn_h_exp: Make the exponent a parameter, log(-h_exp), that starts at `h_exp`.
-        metric: What d is.
-        rank: Columns of U in the mahalanobis metric; 0 leaves the diagonal alone.
+        metric: How d is measured.
+        rank: Columns of U in the mahalanobis metric; 0 means the diagonal only.
 
     Raises:
-        ValueError: A number out of its range, a metric that is gone, or a field of another one.
+        ValueError: A number is out of its range, the metric is unknown or removed, or `rank` is
+            given for another metric.
 
     Source:
         Baek et al. 2025, Harmonic Loss Trains Interpretable AI Models, arXiv:2502.01628, Eq. 1-2.
         The paper has no eps, no sphere and a fixed exponent; eps is added, not clamped, so that
         the gradient is smooth and 0 at d = 0. Metrics: Miller-Golub et al. 2026, Rethinking the
-        Harmonic Loss via Non-Euclidean Distance Layers, arXiv:2603.10225; their code squares
-        the Euclidean distance alone, and divides each by the smallest of its row.
+        Harmonic Loss via Non-Euclidean Distance Layers, arXiv:2603.10225; their code squares only
+        the Euclidean distance, and divides each distance by the smallest of its row.
     """
 
     scaled_by_h_exp = True
@@ -154,7 +155,7 @@ def _stretch(vectors: Tensor, diagonal: Tensor, factor: Tensor | None) -> Tensor
 
 
 def check_metric(metric: str) -> None:
-    """Refuse a metric that is not there, or no longer."""
+    """Refuse a metric that is unknown or removed."""
     if metric == "cosine":
         raise ValueError(
             "metric: expected euclidean or mahalanobis, got 'cosine', which is removed. Use "

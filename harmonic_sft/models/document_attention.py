@@ -16,9 +16,9 @@ from transformers.utils.generic import is_flash_attention_requested
 from .backbones import max_positions, position_offset
 from .modeling_neobert import flash_boundaries
 
-# Backbones whose tokens meet in attention alone and which take a mask per pair of tokens: a
-# convolution, an attention of their own or a mixing of all positions would leak. Every one is
-# compared with its documents alone in the tests.
+# Encoders whose tokens interact only in attention and that take a mask per pair of tokens. A
+# convolution, an attention of their own or a mixing of all positions would leak. For every one the
+# tests compare packed rows with their documents alone.
 PACKABLE = (
     "albert",
     "bert",
@@ -81,7 +81,7 @@ def document_arguments(
     if is_causal and (position_ids.is_meta or torch.compiler.is_compiling()):
         return _unseen_documents(config.model_type, attention_mask, position_ids)
     if is_pairwise or not _are_packed(attention_mask, position_ids, is_causal):
-        positions = {"position_ids": position_ids}  # a decoder counts as it is told
+        positions = {"position_ids": position_ids}  # a decoder takes them as they are
         if not is_causal:
             positions = _positions(backbone, position_ids)
         return {"attention_mask": attention_mask, **positions}
@@ -89,14 +89,14 @@ def document_arguments(
     if config.model_type not in known:
         raise ValueError(_not_packable(config.model_type, known))
     if attention_mask is not None:
-        # Every token of the padding becomes a document of its own, so that no other sees it and
-        # it does not look at nothing, which would be NaN.
+        # Every padding token becomes a document of its own: no other token sees it, and it sees
+        # itself, since attention to nothing would be NaN.
         position_ids = position_ids.masked_fill(attention_mask == 0, 0)
     arguments: dict[str, Any] = {"attention_mask": None, "position_ids": position_ids}
-    if config.model_type == "neobert":  # does the rest itself
+    if config.model_type == "neobert":  # finds the documents in the positions itself
         return arguments
     if is_causal:
-        arguments["use_cache"] = False  # beside a cache transformers looks for no documents
+        arguments["use_cache"] = False  # with a cache transformers does not look for documents
     else:
         _check_length(backbone, position_ids)
         arguments["position_ids"] = position_ids + position_offset(config)
@@ -110,16 +110,17 @@ def document_arguments(
 def _unseen_documents(
     model_type: str, attention_mask: Tensor | None, position_ids: Tensor
 ) -> dict[str, Any]:
-    """Return the arguments of a decoder where the positions have no values yet.
+    """Return a decoder's arguments for positions that have no values yet (compiled, or meta).
 
-    It need not know how many documents there are: transformers makes the mask of one and of several
-    from the positions, where there is no cache. Other backbones look at the positions as they run.
+    The number of documents need not be known: without a cache transformers makes the mask from the
+    positions, for one document or several. Decoders that are not packable assert at run time that
+    there is one.
     """
     if position_ids.is_meta:  # transformers would look at the values of positions that it is given
         return {"attention_mask": attention_mask}
     is_pairwise = attention_mask is not None and attention_mask.dim() != 2
     if model_type not in PACKABLE_DECODERS:
-        if not is_pairwise and not torch.onnx.is_in_onnx_export():  # ONNX has no errors
+        if not is_pairwise and not torch.onnx.is_in_onnx_export():  # ONNX cannot assert
             is_whole = ~_starts(attention_mask, position_ids).any()
             torch._assert_async(is_whole, _not_packable(model_type, PACKABLE_DECODERS))
     elif attention_mask is not None and not is_pairwise:
@@ -136,7 +137,7 @@ def _are_packed(attention_mask: Tensor | None, position_ids: Tensor, is_causal: 
 
 
 def _starts(attention_mask: Tensor | None, position_ids: Tensor) -> Tensor:
-    """Return where documents begin behind the first token of a decoder's rows, `[B, T - 1]`."""
+    """Return where documents begin after the first token of a decoder's rows, `[B, T - 1]`."""
     starts = position_ids.diff(dim=-1) != 1
     if attention_mask is not None:  # `generate` counts padding on the left in its own way
         attended = attention_mask.bool()

@@ -15,10 +15,10 @@ from transformers.utils.generic import maybe_autocast
 TINY = 1e-12  # norms up to which a vector has no direction
 # A pair closer than this share of |x|^2 + |w|^2 loses digits when its distance is expanded.
 NEAR = 2.0**-4
-COLLAPSED = 1e-6  # of the mean norm: prototypes that are this close are the same
-FLAT = 1.01 / 64  # -h_exp up to which all classes are alike
-LEAST_NORM, MOST_NORM = 0.5, 2.0  # on the unit sphere, where training keeps them close to 1
-MOST_NEAR = 8  # pairs of a row that are recomputed
+COLLAPSED = 1e-6  # of the mean norm: prototypes as close as this to their mean count as equal
+FLAT = 1.01 / 64  # with -h_exp below this, all classes are about equally probable
+LEAST_NORM, MOST_NORM = 0.5, 2.0  # accepted norms on the unit sphere; training keeps them near 1
+MOST_NEAR = 8  # at most so many near pairs of a row are recomputed (on a CPU: on average)
 
 
 class AffineLogits(NamedTuple):
@@ -41,7 +41,7 @@ class DistanceLogits(NamedTuple):
     Attributes:
         hidden_states: `[N, E]`, whatever the head makes of its input.
         weight: `[V, E]`.
-        h_exp: Below 0; a tensor of no axis where it is learned.
+        h_exp: Below 0; a scalar tensor if it is learned.
         unit_sphere: Both sides are normalized before the distance is taken.
         eps: Added to d ** 2.
     """
@@ -58,7 +58,7 @@ class MixtureLogits(NamedTuple):
 
     Attributes:
         whole: What the slices are cut from.
-        num_heads: How many there are, all of one width.
+        num_heads: The number of slices, all of equal width.
     """
 
     whole: AffineLogits | DistanceLogits
@@ -79,14 +79,14 @@ LazyLogits = AffineLogits | DistanceLogits | MixtureLogits
 class Head(nn.Module, ABC):
     """An output layer: maps hidden states to logits whose softmax is the class distribution.
 
-    Every learnable part of the output layer lives here, in float32 or better. A head knows neither
-    batch axes nor ignored positions. Either `lazy_logits` says what its logits are made of, which
-    gives it the fused losses, or it has a `forward` of its own.
+    Every learnable part of the output layer lives here, in float32 or better. A head does not know
+    of ignored positions, and only its `forward` takes batch axes. Either `lazy_logits` says what
+    its logits are made of, which gives it the fused losses, or it has a `forward` of its own.
 
     Attributes:
         weight: `[V, D]`, one row per class: what is tied, initialized and counted.
         scaled_by_h_exp: Whether logits are proportional to `h_exp`, up to a constant per row, so
-            that another exponent can be tried on logits that are there.
+            that another exponent can be tried on logits already computed.
     """
 
     weight: nn.Parameter
@@ -144,7 +144,7 @@ class Head(nn.Module, ABC):
         """Copy `embeddings` `[V, D]` into the prototypes.
 
         Raises:
-            ValueError: They are not one vector for each class.
+            ValueError: `embeddings` are not one vector for each class.
         """
         if embeddings.shape != self.weight.shape:
             expected, got = list(self.weight.shape), list(embeddings.shape)
@@ -201,8 +201,9 @@ class SphereHead(Head):
 def check_prototypes(head: Head, *, is_tied: bool) -> list[str]:
     """Say in at most one sentence what is wrong with a head whose predictions mean nothing.
 
-    A few rows may be zero (padding tokens, often); norms are free off the sphere and of tied
-    prototypes, which are embeddings. A head on the meta device has no values and passes.
+    A few rows may be zero (padding tokens, often). Norms are checked only on the sphere, and not
+    those of tied prototypes, which are embeddings. A head on the meta device has no values and
+    passes.
     """
     weight = head.weight
     if weight.is_meta or len(weight) < 2:
@@ -227,25 +228,25 @@ def check_prototypes(head: Head, *, is_tied: bool) -> list[str]:
 def find_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """Return the name of the first tensor with NaN or infinity, None if there is none.
 
-    Tensors on the meta device, or packed in a byte or less, are skipped.
+    Tensors on the meta device, of integers, or packed in a byte or less are skipped.
     """
     for name, tensor in tensors:
         has_values = tensor.is_floating_point() and tensor.itemsize > 1 and not tensor.is_meta
-        # A sum is read once; it is also infinite where many finite numbers are large.
+        # The sum needs one pass, but it also overflows where many finite numbers are large.
         if has_values and not tensor.sum().isfinite() and not tensor.isfinite().all():
             return name
     return None
 
 
 def keep_precision(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Return `fn(tensor)`, in the tensor's own dtype where it became one of less than 32 bits."""
+    """Return `fn(tensor)`, but in the tensor's own dtype if `fn` would round it below 32 bits."""
     moved = fn(tensor)
     low = moved.is_floating_point() and moved.dtype.itemsize < tensor.dtype.itemsize
     return tensor.to(moved.device) if low and moved.dtype.itemsize < 4 else moved
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32, or in float64 if it is."""
+    """Return the tensor in float32, or unchanged if it is float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -257,10 +258,10 @@ def inverse_norms(vectors: Tensor) -> Tensor:
 
 
 def unit_rows(rows: Tensor) -> Tensor:
-    """Return the rows `[N, D]` at norm 1; one without a direction is 0 and gets no gradient.
+    """Return the rows `[N, D]` at norm 1; a row without a direction is 0 and gets no gradient.
 
-    Where the rows are a whole vocabulary, the ten passes over it that `F.normalize` and its
-    gradient take cost as much as several matrix products; these are five.
+    `F.normalize` and its gradient pass over the rows ten times, which for a whole vocabulary costs
+    as much as several matrix products; this takes five passes.
     """
     unit, _ = _UnitRows.apply(rows)
     return unit
@@ -292,7 +293,7 @@ class _UnitRows(torch.autograd.Function):
 
 
 def dense_logits(lazy: LazyLogits) -> Tensor:
-    """Return the logits `[N, V]`, whatever autocast says."""
+    """Return the logits `[N, V]` in float32 or better, also under autocast."""
     if isinstance(lazy, MixtureLogits):
         parts = torch.stack([dense_logits(part).log_softmax(-1) for part in lazy.parts])
         return parts.logsumexp(0) - math.log(len(lazy.parts))
@@ -311,8 +312,8 @@ def label_nll(logits: Tensor, labels: Tensor, own: Tensor | None = None) -> Tens
     """
     own = logits.gather(-1, labels) if own is None else own
     others = logits.scatter(-1, labels, -torch.inf)
-    # The gradient of torch's logsumexp is exp(logits - result), which is rounded as far as these
-    # are from 0. If there is no other class, the sum is 0.
+    # torch's logsumexp has the gradient exp(logits - result), whose rounding error grows with the
+    # size of both. If there is no other class, the sum is 0.
     limits = torch.finfo(others.dtype)
     peaks = others.detach().amax(-1, keepdim=True).clamp_min(limits.min)
     total = others.sub_(peaks).exp_().sum(-1, keepdim=True).clamp_min(limits.tiny)
@@ -378,7 +379,7 @@ def squared_distances(
         norms = hidden_states.square().sum(-1, keepdim=True) + weight.square().sum(-1)
     squared = norms - 2 * dots
     rows, classes, are_all_near = near_pairs(squared.detach(), norms.detach(), labels)
-    if not are_all_near:  # rounding may have pushed one that is not recomputed below zero
+    if not are_all_near:  # rounding may have pushed a distance that is not recomputed below zero
         squared = squared.clamp_min(0)
     if labels is not None:
         rows = torch.cat([rows, torch.arange(labels.shape[0], device=labels.device)])
@@ -395,16 +396,16 @@ def squared_distances(
 def near_pairs(
     squared: Tensor, norms: Tensor, labels: Tensor | None
 ) -> tuple[Tensor, Tensor, bool]:
-    """Choose the pairs whose squared distances are recomputed, those of labels apart.
+    """Choose the pairs, besides those of the labels, whose squared distances are recomputed.
 
-    On a CPU these are the pairs below `NEAR` * `norms`: the closest ones, at most `MOST_NEAR` a row
-    on average, so that memory stays bounded. Elsewhere, while torch compiles or exports, and inside
-    `torch.func.vmap`, they are the `MOST_NEAR` closest of every row, since there no value may
-    decide a shape or halt the device. `squared` is `[N, V]`, `norms` are |x|^2 + |w|^2, `[N, V]` or
-    of no axis, and `labels` are `[N, 1]`.
+    On a CPU these are the pairs below `NEAR` * `norms`, at most `MOST_NEAR` a row on average (the
+    closest ones), so that memory stays bounded. Elsewhere, while torch compiles or exports, and
+    inside `torch.func.vmap`, they are the `MOST_NEAR` closest of every row, since there no value
+    may decide a shape or halt the device. `squared` is `[N, V]`, `norms` are |x|^2 + |w|^2,
+    `[N, V]` or a scalar, and `labels` are `[N, 1]`.
 
     Returns:
-        Their rows `[P]`, their classes `[P]`, and whether no near pair is left out for certain.
+        Their rows `[P]`, their classes `[P]`, and whether certainly no near pair is left out.
     """
     if squared.device.type == "cpu" and not torch.compiler.is_compiling():
         try:

@@ -30,7 +30,7 @@ INNER = ("cosine", "dist", "linear")
 
 
 class OuterHead(Head):
-    """A head around another one, `inner`, whose weight and exponent are its own."""
+    """A head around another head, `inner`, whose weight and exponent it uses as its own."""
 
     inner: Head
 
@@ -69,13 +69,13 @@ class MultiHead(OuterHead, SphereHead):
             linear.
 
     Raises:
-        ValueError: M does not divide D, or the inner head is another one.
+        ValueError: M does not divide D, or the inner head is of another kind.
 
     Source:
         Yang et al. 2018, Breaking the Softmax Bottleneck, arXiv:1711.03953: a mixture of softmaxes,
         here with equal weights and slices of one hidden state for its contexts. Liu 2026,
-        Multi-head cross entropy loss (blog): the sum over linear heads, which the softmax of its
-        logarithm makes the mean. Over distances, multi-head harmonic loss, it is ours.
+        Multi-head cross entropy loss (blog): the sum over linear heads; the softmax of its
+        logarithm is the mean. The variant over distances, multi-head harmonic loss, is ours.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class MultiHead(OuterHead, SphereHead):
         return {"name": "multi_head", "num_heads": self.num_heads, "inner": self.inner.settings()}
 
     def _whole(self, hidden_states: Tensor) -> AffineLogits | DistanceLogits:
-        """Return the logits whose columns are those of all slices."""
+        """Return the logits over all columns, from which the slices are cut."""
         if not isinstance(self.inner, CosineHead):
             whole = self.inner.lazy_logits(hidden_states)
             assert isinstance(whole, AffineLogits | DistanceLogits), "INNER holds no other heads"
@@ -147,7 +147,7 @@ class MultiHead(OuterHead, SphereHead):
 
 
 class MappedHead(OuterHead):
-    """A head around another one, which sees hidden states after a map of their own."""
+    """A head that maps hidden states before another head, `inner`, sees them."""
 
     def __init__(self, hidden_size: int, vocab_size: int, inner: dict[str, Any]):
         super().__init__()
@@ -156,7 +156,7 @@ class MappedHead(OuterHead):
 
     @abstractmethod
     def mapped(self, hidden_states: Tensor) -> Tensor:
-        """Return what the inner head sees of `[N, D]`, in float32 or better, under no autocast."""
+        """Map `[N, D]` to what the inner head sees, in float32 or better and outside autocast."""
 
     @property
     def prototypes(self) -> Tensor:
@@ -197,8 +197,8 @@ class TransformHead(MappedHead):
         vocab_size: V.
         inner: `{"name": ..., fields...}` of the head behind them; default: linear, as the base's.
         activation: A name that transformers knows; default: the base's, or gelu.
-        bias: The dense layer has one; default: as in the base, or it has.
-        norm_bias: The norm has one; default: as in the base, or it has.
+        bias: Whether the dense layer has one; default: as in the base, or True.
+        norm_bias: Whether the norm has one; default: as in the base, or True.
         norm_eps: Added to the variance by the norm; default: the base's, or 1e-12.
 
     Source:
@@ -277,9 +277,9 @@ class RotationHead(MappedHead):
     the part of `skew` below the diagonal, minus its transpose; it starts at 0 and R at I. R never
     mirrors, and turns no plane by 180 degrees. Each forward pass solves D equations once.
 
-    Where the inner head compares by dot product, cosine or Euclidean distance, R is no more than
-    R^T on all its prototypes: it learns something new only where these are frozen or tied, and
-    where the axes matter (a multi_head, a mahalanobis diagonal).
+    If the inner head compares by dot product, cosine or Euclidean distance, R has the same effect
+    as R^T on all its prototypes: it learns something new only if these are frozen or tied, or if
+    the axes matter (a multi_head, a mahalanobis diagonal).
 
     Args:
         hidden_size: D.
@@ -325,7 +325,7 @@ class RotationHead(MappedHead):
 def _inverse_by_products(identity: Tensor, skew: Tensor) -> Tensor:
     """Return (I - B) ** -1 of a skew-symmetric B `[D, D]` by Newton's iteration: ONNX cannot solve.
 
-    The error is some 1e-7 * |B|, as a solver's, where |B| < 500. What runs an ONNX file makes the
+    For |B| < 500 the error is about 1e-7 * |B|, like a solver's. An ONNX runtime computes the
     matrix once, when it loads the file, since it depends on weights alone.
     """
     wide = (identity - skew @ skew).abs().sum(0).max()  # no eigenvalue of I - B ** 2 is above it
@@ -356,7 +356,7 @@ def heads_in(settings: Any) -> Iterator[dict[str, Any]]:
 
 
 def behind_transform(name: str) -> dict[str, Any]:
-    """Return the settings of a head, known by its name, behind the layers of the base's own."""
+    """Return the settings of the head `name` inside a transform, or of a transform itself."""
     return {"name": "transform", "inner": {"name": name}} if name != "transform" else {"name": name}
 
 
@@ -378,7 +378,7 @@ def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -
         raise ValueError(f"head name: expected one of {sorted(HEADS)}, got {name!r}")
     if name == "dist":
         check_metric(fields.get("metric", "euclidean"))
-        if fields.get("p") == 1.0:  # what the version before wrote for every metric but lp
+        if fields.get("p") == 1.0:  # the previous version wrote it for every metric but lp
             del fields["p"]
     try:
         return HEADS[name](hidden_size, vocab_size, **fields)
@@ -387,7 +387,7 @@ def build_head(settings: dict[str, Any], *, hidden_size: int, vocab_size: int) -
 
 
 def check_class(head: Head) -> None:
-    """Refuse a head that its settings would load as another class, such as a subclass of ours."""
+    """Refuse a head whose settings would load another class, as those of a subclass would."""
     for part in head.modules():
         if isinstance(part, Head):
             # FSDP2 puts two classes before the head's: one that it makes, in `abc`, and its own.

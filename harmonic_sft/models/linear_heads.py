@@ -107,7 +107,7 @@ class ScaledHead(SphereHead):
             init.constant_(self.log_scale, math.log(self._scale))
 
     def rounded_scale(self) -> float:
-        """Return the scale (of the classes, the geometric mean) as settings write it."""
+        """Return the scale as settings write it; with one per class, their geometric mean."""
         if self.log_scale is None or self.log_scale.is_meta:
             return self._scale
         # Six digits: float32 returns 20 as 19.9999996, and the parameter itself is saved.
@@ -123,7 +123,8 @@ class L2Head(ScaledHead):
     """Softmax of negative squared distances, -scale * |hidden_states - prototypes| ** 2.
 
     The logits are that up to a constant per token: 2 * scale * hidden_states @ weight.T with the
-    bias -scale * |weight| ** 2, so it costs what a linear layer costs. A z-loss acts on these.
+    bias -scale * |weight| ** 2, so it costs what a linear layer costs. A z-loss acts on those
+    logits.
 
     Args:
         hidden_size: D.
@@ -274,10 +275,10 @@ def log_normalizer(kappa: Tensor, hidden_size: int) -> Tensor:
     """Log of the von Mises-Fisher constant, against that of the uniform density, in nats.
 
     log C_D(kappa) - log C_D(0) with C_D(kappa) proportional to kappa ** nu / I_nu(kappa),
-    nu = D / 2 - 1, and I_nu by its uniform expansion for large order to 1 / nu ** 5. Only
-    differences of small numbers are left of it, so float32 keeps its digits: for D of 16 or more
-    the error is below 1e-6 at every kappa, in float32 of values above 1 relative to them. The
-    derivative is -I_{nu + 1}(kappa) / I_nu(kappa).
+    nu = D / 2 - 1, and I_nu by its uniform expansion for large order to 1 / nu ** 5. In this form
+    only small numbers are subtracted, so float32 keeps its digits: for D of 16 or more the error is
+    below 1e-6 at every kappa, or 1e-6 of the value if that is above 1 in float32. The derivative
+    is -I_{nu + 1}(kappa) / I_nu(kappa).
 
     Source:
         Abramowitz and Stegun 1964, 9.7.7 with u_k of 9.3.9 (u_5: DLMF 10.41.9).

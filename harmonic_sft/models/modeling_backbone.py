@@ -69,7 +69,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
     def initialize_weights(self) -> None:
         """Fill what a checkpoint lacks, such as buffers; the body is filled by its own class.
 
-        transformers takes ours for custom code, of which it skips modules without weights.
+        transformers takes our classes for custom code and skips their modules without weights.
         """
         cast("HarmonicModel", self.base_model).backbone.initialize_weights()
         super().initialize_weights()
@@ -144,7 +144,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         ) -> Any:
             """Load weights as transformers does, and the modules that an adapter trained whole.
 
-            Newer versions of transformers do that; older ones leave the modules as they are.
+            transformers 5.18 does that; older versions leave the modules as they are.
             """
             from transformers.core_model_loading import WeightRenaming
 
@@ -192,7 +192,7 @@ class HarmonicPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _with_new_head(cls, loaded: Any) -> Any:
-        """Put a new head on a loaded `HarmonicModel`, or on that of a pair with its report."""
+        """Put a new head on a loaded `HarmonicModel`, also in a pair with its loading report."""
         raise AssertionError("only a classifier takes other checkpoints")
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
@@ -202,12 +202,12 @@ class HarmonicPreTrainedModel(PreTrainedModel):
             "AutoModel": "modeling_backbone.HarmonicModel",
             **self._auto_map,
         }
-        vars(self.config).pop("use_cache", None)  # off in training, which is not to be kept
+        vars(self.config).pop("use_cache", None)  # training turns it off, which must not be saved
         if quantization_method(self.config) is not None:  # packed weights have no original form
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, *args, **kwargs)
         share_weights(Path(save_directory, "config.json"))
-        for file in (HEAD_FILE, BLOCKS_FILE):  # of an older, partial one
+        for file in (HEAD_FILE, BLOCKS_FILE):  # of an older, partial checkpoint
             Path(save_directory, file).unlink(missing_ok=True)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Self:
@@ -269,15 +269,16 @@ class HarmonicModel(HarmonicPreTrainedModel):
         self.backbone = build_backbone(config.text_config)
         if _body_dtype(self.backbone) != torch.float32:
             keep_float32_(self.backbone, self.backbone)
-        # TRL builds a reference model with what stands here, and Gemma 2 has only eager attention.
+        # TRL builds a reference model with this implementation, and Gemma 2 has only eager.
         config._attn_implementation = self.backbone.config._attn_implementation
         self._supports_flex_attn = self.backbone._supports_flex_attn
         self._is_stateful = self.backbone._is_stateful
         self.post_init()
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode; of a backbone with frozen blocks only from the first that trains on.
+        """Set training mode, but keep a frozen backbone in evaluation mode.
 
+        With frozen blocks before the first trained one, only the blocks from that one on are set.
         Dropout in a frozen part would only add noise to the features that the rest learns from.
         """
         super().train(mode)
@@ -319,7 +320,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
             token_type_ids: `[B, T]`, for backbones that have token types.
             kwargs: The backbone's further arguments. A decoder returns no cache unless told to.
         """
-        for name in ("output_hidden_states", "output_attentions"):  # not set in the backbone's
+        for name in ("output_hidden_states", "output_attentions"):  # set in our config only
             if getattr(self.config, name, False):
                 kwargs.setdefault(name, True)
         optional = {"inputs_embeds": inputs_embeds, "token_type_ids": token_type_ids}
@@ -336,7 +337,7 @@ class HarmonicModel(HarmonicPreTrainedModel):
             kwargs["position_ids"] = position_ids
         elif position_ids is not None:
             tokens = kwargs["inputs_embeds"] if input_ids is None else input_ids
-            position_ids = position_ids.expand(tokens.shape[0], -1)  # `len` would fix it in exports
+            position_ids = position_ids.expand(tokens.shape[0], -1)  # exports hold `len` constant
             kwargs |= document_arguments(
                 self.backbone, attention_mask, position_ids, is_causal=is_causal
             )
@@ -421,12 +422,12 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             input_ids: `[B, T]`.
             attention_mask: `[B, T]`, 1 = attend. Without it a decoder reads a text at the last
                 token that is not `pad_token_id`.
-            labels: `[B, T]` of tokens or `[B]` of texts, -100 for what is not scored. Numbers, or
-                several classes at once: as the logits, floating. Of masked tokens only the
-                labelled positions reach the head.
+            labels: `[B, T]` of tokens or `[B]` of texts, -100 for what is not scored. If they are
+                numbers, or several classes at once: floats in the shape of the logits. A masked
+                language model passes only the labelled positions to the head.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
-            output_logits: Return logits beside the loss. Default: yes, but not those of masked
-                tokens in training, which would be the largest tensor.
+            output_logits: Return logits beside the loss. Default: yes, except for a masked language
+                model in training, where they would be the largest tensor.
             inputs_embeds: `[B, T, D]` in place of `input_ids`.
             token_type_ids: `[B, T]`, for backbones that have token types.
             position_ids: As in `HarmonicModel`.
@@ -472,8 +473,8 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
     ) -> Self:
         """Build the model around a loaded base, with a new head, in evaluation mode.
 
-        The prototypes start at `embeddings` `[V, D]`, or the head with all weights of the base's
-        own; `fields` are further ones of the configuration.
+        The prototypes start at `embeddings` `[V, D]`; with `keep_head` the head starts with all
+        weights of the base's own head. `fields` are further fields of the configuration.
         """
         head = {"name": "dist"} if head is None else head
         if not isinstance(head, dict):
@@ -619,7 +620,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             self._set_tied_keys()
 
     def get_output_embeddings(self) -> None:
-        """Return None: callers would take the weight of a layer for that of a linear softmax."""
+        """Return None: callers would take any layer returned here for a linear softmax."""
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
         """Resize the token embeddings as transformers does, and a head over tokens with them.
@@ -647,7 +648,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
             weight = self.dist_head.weight
             own = next(key for key, value in self.dist_head.named_parameters() if value is weight)
             self._tied_weights_keys = {f"dist_head.{own}": f"{path}.weight"}
-            # As the head's weight the embeddings stay in float32 too.
+            # The embeddings are the head's weight, so they stay in float32 too.
             self._keep_in_fp32_modules_strict = {*(self._keep_in_fp32_modules_strict or ()), path}
             self._prepare_tied_embeddings()
 
@@ -674,7 +675,7 @@ class HarmonicHeadModel(HarmonicPreTrainedModel):
 
 
 def _as_in_base(head: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a transform with those of the base's own, but for the inner head."""
+    """Return a transform's settings, all but the inner head taken from the base's own transform."""
     for key in own.keys() - {"name", "inner"}:
         if head.get(key) not in (None, own[key]):
             raise ValueError(

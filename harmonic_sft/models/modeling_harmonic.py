@@ -59,7 +59,7 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         return self.get_input_embeddings().get_parameter("weight")
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
-        """Return logits `[B, T, V]` for hidden states `[B, T, D]`, moved as the settings say."""
+        """Return logits `[B, T, V]` for hidden states `[B, T, D]`, plus `config.logit_shift`."""
         return super()._logits(hidden_states) + self.config.logit_shift
 
     @classmethod
@@ -83,8 +83,8 @@ class HarmonicLanguageModel(HarmonicHeadModel):
             head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere, behind the
                 layers that the base has before its output layer, if it has any (`transform`).
             init: `input_embeddings` copies the token embeddings into the prototypes,
-                `output_embeddings` the prototypes of the base's own head; `base_head` keeps all its
-                weights, if it is of the same name (`linear` on a published decoder).
+                `output_embeddings` the prototypes of the base's own head; `base_head` keeps all
+                weights of that head, which `head` must name (`linear` for a published decoder).
             tie: Share the head's weight with the input embeddings.
             dtype: The backbone's dtype, also by its name; the head is float32.
             dropout: Probability of every dropout of the backbone; default: the base's own.
@@ -114,8 +114,8 @@ class HarmonicLanguageModel(HarmonicHeadModel):
         """Put a new head on a loaded base, which is not copied; see `from_base`.
 
         Raises:
-            ValueError: The base has no such head, or embeddings of another width; or a tied head
-                would be another one than `init` says.
+            ValueError: The base has no such head, or embeddings of another width; or `tie` is set
+                and the weights that `init` names are not the input embeddings.
         """
         if init not in INITS:
             raise ValueError(f"init: expected one of {list(INITS)}, got {init!r}")
@@ -161,7 +161,7 @@ class HarmonicLanguageModel(HarmonicHeadModel):
 
 
 def _report_layers(base: Base, head: dict[str, Any] | None) -> None:
-    """Warn of layers before the base's output layer that go with it, or that it does not have."""
+    """Warn if layers before the base's output layer are left out, or wanted but not there."""
     has_transform = isinstance(base.head, TransformHead)
     wants_it = isinstance(head, dict) and head.get("name") == "transform"
     if wants_it and not has_transform:
@@ -266,23 +266,23 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
             attention_mask: `[B, T]`, 1 = attend; of the cached tokens too.
             position_ids: `[B, T]`. Without a cache, a position that does not continue the one
                 before it starts a new document, and tokens attend only to their own.
-            past_key_values: What earlier calls have left: the older name of `cache`.
+            past_key_values: The older name of `cache`.
             inputs_embeds: `[B, T, D]` in place of `input_ids`.
             labels: `[B, T]`, the tokens themselves, shifted here; -100 where nothing is predicted.
                 With labels only the labelled positions reach the head.
-            use_cache: Return the cache; default: without labels, out of training, unless
-                `config.use_cache` is False. Compiled with positions, only if this is True: a row is
-                then one document.
-            logits_to_keep: Logits of so many last positions alone, or of those with these indices;
-                0 is all.
+            use_cache: Return the cache. Default: yes without labels and out of training, unless
+                `config.use_cache` is False. In compiled code with `position_ids` only True returns
+                one, and a row is then one document.
+            logits_to_keep: Return logits of this many last positions only, or of the positions with
+                these indices; 0 means all.
             num_items_in_batch: Divides the summed loss; see `mean_token_loss`.
             output_logits: Return logits beside the loss. Default: not in training mode, where the
                 logits of every position would be the largest tensor.
-            cache: What earlier calls have left.
+            cache: The cache that an earlier call returned.
             kwargs: `label_positions` and `label_weights`, see `mean_token_loss`; `shift_labels`
-                `[B, T]` in place of `labels`, shifted already: position t predicts its own entry,
-                as sequence parallelism cuts rows after the shift, and weights are those of these
-                entries; the backbone's further arguments.
+                `[B, T]` in place of `labels`, already shifted (sequence parallelism cuts rows after
+                the shift): position t predicts entry t, and weights belong to these entries; the
+                backbone's further arguments.
 
         Returns:
             `loss` in nats, with labels; `logits` `[B, T, V]`, as `output_logits` says.
@@ -323,15 +323,15 @@ class HarmonicForCausalLM(HarmonicLanguageModel, GenerationMixin):
 class HarmonicClassifier(HarmonicHeadModel):
     """A head over the classes in `config.id2label`.
 
-    The checkpoint of another class, a language model's for one, gives its backbone alone: the head
-    is then new, `config.classifier_head`, linear by default.
+    From a checkpoint of another class, such as a language model's, only the backbone is taken. The
+    head is then new: `config.classifier_head`, linear by default.
 
-    A linear head also takes several classes at once and, as the only output, a number
-    (`config.problem_type`, or as transformers tells by `num_labels` and the labels' dtype).
+    A linear head can also predict several classes at once, or numbers (`config.problem_type`; if
+    unset, `num_labels` and the labels' dtype decide, as in transformers).
 
     Raises:
-        ValueError: One of those problems with another head, whose logits make one probability over
-            all classes; or another pooling.
+        ValueError: Such a problem with another head, whose logits make one distribution over all
+            classes; or an unknown pooling.
     """
 
     def __init__(self, config: HarmonicConfig):
@@ -369,7 +369,7 @@ class HarmonicClassifier(HarmonicHeadModel):
         return super()._logits(hidden_states)
 
     def _check_head_trains(self) -> None:
-        """Refuse to train around a new head that stays random; if it has changed, stop looking."""
+        """Refuse to train while a new head is frozen and random; once it changed, stop checking."""
         is_training = self.training and torch.is_grad_enabled()
         if not is_training or torch.compiler.is_compiling():
             return
@@ -398,7 +398,7 @@ class HarmonicClassifier(HarmonicHeadModel):
 
     @classmethod
     def _with_new_head(cls, loaded: Any) -> Any:
-        """Put a new head on a loaded `HarmonicModel`, or on that of a pair with its report."""
+        """Put a new head on a loaded `HarmonicModel`, also in a pair with its loading report."""
         body = loaded[0] if isinstance(loaded, tuple) else loaded
         model = cls._from_backbone(body.config, body.backbone).eval()._remember_random_weight()
         logger.warning("dist_head: new in a %s: %s. Train it", cls.__name__, model.config.head)
@@ -431,8 +431,8 @@ class HarmonicClassifier(HarmonicHeadModel):
         Args:
             name: A folder or a name on the Hub; also one of our own checkpoints, whose head is
                 then replaced.
-            labels: Names of the classes, in the order of the head's rows; with a linear head also
-                one, of a number.
+            labels: Names of the classes, in the order of the head's rows. With a linear head a
+                single name is allowed, that of a number to predict.
             revision: A revision on the Hub.
             head: `{"name": ..., fields...}`; default: a `DistLayer` on the unit sphere.
             init: `random`, or `base_head`: the weights of the head of a base that is itself such a
@@ -562,8 +562,8 @@ class HarmonicForSequenceClassification(HarmonicClassifier):
     def select(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Return one vector for each text, `[B, 1, D]`, of hidden states `[B, T, D]`.
 
-        It is the last attended token of a decoder; of an encoder the first one or, in float32 or
-        better, the mean over them.
+        For a decoder this is the last attended token. For an encoder it is the first one (pooling
+        `cls`) or the mean over them, in float32 or better.
         """
         if attention_mask is None:
             attention_mask = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.int64)
@@ -595,7 +595,7 @@ class HarmonicForQuestionAnswering(HarmonicClassifier):
     """A backbone with a head that predicts where an answer starts and ends.
 
     Raises:
-        ValueError: The head is a mixture, whose logits are compared within a position alone.
+        ValueError: The head is a mixture, whose logits compare only within one position.
     """
 
     def __init__(self, config: HarmonicConfig):

@@ -62,7 +62,8 @@ def apply_rotary_embedding(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def turn_complex(pairs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs `[..., D / (2 H), 2]` as complex numbers, in float32.
 
-    Three kernels, where real numbers take nine: on an H100 these were a sixth of a training step.
+    This takes three kernels. Real numbers take nine, which on an H100 were a sixth of a training
+    step.
     """
     return torch.view_as_real(torch.view_as_complex(pairs.float()) * torch.complex(cos, sin))
 
@@ -85,14 +86,14 @@ def eager_attention_forward(
 
 
 def document_boundaries(attended: Tensor, position_ids: Tensor | None) -> Tensor | None:
-    """Return where the pieces of rows begin that attend to themselves alone, on the CPU.
+    """Return, on the CPU, where the pieces of rows begin: each attends only to itself.
 
     A piece is a document, which begins where `position_ids` `[B, T]` do not continue, or padding,
-    where `attended` `[B, T]` is False. The rows stand one behind the other. Waits for the device.
+    where `attended` `[B, T]` is False. Offsets run through all rows. Waits for the device.
 
     Returns:
-        `[pieces + 1]` int32, the end of the last row included; None where a document goes on, or
-        a row begins, behind padding.
+        `[pieces + 1]` int32, the end of the last row included; None if attended tokens follow
+        padding without beginning a document.
     """
     before, after = attended[:, :-1], attended[:, 1:]
     starts, resumed = torch.zeros_like(attended), torch.zeros_like(attended)
@@ -352,7 +353,7 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
         return mask, {}
 
     def _has_flash_kernels(self, hidden_states: Tensor) -> bool:
-        """Whether torch's own flash kernels can take documents of any lengths, and may."""
+        """Whether torch's own flash kernels can run on documents of any length, and are allowed."""
         return (
             self.config._attn_implementation == "sdpa"
             and hidden_states.is_cuda
@@ -361,14 +362,14 @@ class NeoBERTModel(NeoBERTPreTrainedModel):
             and torch.backends.cuda.is_flash_attention_available()
             and torch.cuda.get_device_capability(hidden_states.device) >= (8, 0)
             and torch.backends.cuda.flash_sdp_enabled()  # what `sdpa_kernel` allows
-            and not is_tracing(hidden_states)  # the boundaries are values
+            and not is_tracing(hidden_states)  # a trace has no values to find boundaries in
         )
 
     @staticmethod
     def _pieces(
         hidden_states: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> dict[str, Any] | None:
-        """Return the attention's argument for rows of several pieces, None if masks must do."""
+        """Return the attention's argument for rows of several pieces, None if it needs a mask."""
         shape, device = hidden_states.shape[:2], hidden_states.device
         if attention_mask is not None:
             if attention_mask.shape != shape:

@@ -17,17 +17,17 @@ def negative_log_likelihood(head: Head, hidden_states: Tensor, labels: Tensor) -
 
 
 def scored_positions(labels: Tensor, *, num_classes: int, causal: bool = False) -> Tensor:
-    """Return where the labels that are scored, not -100, stand in the flattened batch, `[N]` int64.
+    """Return the positions of scored labels (not -100) in the flattened batch, `[N]` int64.
 
-    How many there are depends on their values, so on a GPU this waits for the device. A collator
-    that calls it on the CPU, and hands the result to the model as `label_positions`, saves that.
+    N depends on the labels' values, so on a GPU this waits for the device. To avoid the wait, call
+    it on the CPU, in the collator, and give the model the result as `label_positions`.
     Labels are `[B, T]` or `[B]`; `causal` leaves out the first of every row, which no position
     predicts.
 
     Raises:
-        ValueError: A label is not a class. Only looked at on the CPU and outside of compiled
-            code: elsewhere it would wait for the device or break the graph, and the lookup of the
-            class fails.
+        ValueError: A label is not a class. Checked only on the CPU and outside of compiled code:
+            elsewhere the check would wait for the device or break the graph, and a bad label fails
+            when its class is looked up.
     """
     if labels.is_meta:  # without values: as if every label were scored
         return torch.arange(labels.numel(), device="meta")
@@ -63,13 +63,13 @@ def mean_token_loss(
     Args:
         loss_fn: Called with the head, hidden states `[N, D]` and labels `[N]`; returns `[N]`.
         head: The output head.
-        hidden_states: `[B, T, D]`. All are moved to the head's device.
+        hidden_states: `[B, T, D]`. The labelled ones are moved to the head's device.
         labels: `[B, T]`, -100 where there is nothing to predict.
         label_positions: `[N]`, from `scored_positions`, on the device of `labels`; with it nothing
             waits for the device. Default: found here.
-        label_weights: Of each label, `[B, T]`. The sum of weighted losses is divided as without
-            them, by the number of labels: a weight of 2 counts a label twice in the gradient, and
-            one of 0 leaves it out. Default: 1 for all.
+        label_weights: `[B, T]`, one per label. The weighted sum is still divided by the number of
+            labels: a weight of 2 counts a label twice in the gradient, and one of 0 leaves it out.
+            Default: 1 for all.
         num_items_in_batch: What to divide the sum by: the labelled positions of the whole
             accumulated batch on all processes. Default: those of this call.
         causal: Position t predicts label t + 1.
@@ -78,8 +78,8 @@ def mean_token_loss(
         A scalar in nats; 0, still attached to the graph, if nothing is labelled anywhere.
 
     Raises:
-        ValueError: A label is not a class of the head, or there is not one label, or weight if
-            there are any, for each position.
+        ValueError: A label is not a class of the head, or there is not one label, and one weight
+            if any are given, for each position.
     """
     if not torch.compiler.is_compiling():
         _check_labels(labels, label_weights, hidden_states.shape[:2])
@@ -97,7 +97,7 @@ def mean_token_loss(
 
 
 def mean_of(losses: Tensor, count: Tensor | int) -> Tensor:
-    """Return the sum of losses over their count, or over that of a whole batch; 0 if it is 0."""
+    """Return the sum of losses divided by `count`, or by 1 if `count` is 0."""
     total = losses.sum()
     if isinstance(count, Tensor):
         return total / count.to(total.device).clamp_min(1)
@@ -105,7 +105,7 @@ def mean_of(losses: Tensor, count: Tensor | int) -> Tensor:
 
 
 def _check_labels(labels: Tensor, label_weights: Tensor | None, shape: tuple[int, ...]) -> None:
-    """Refuse labels, or weights if there are any, that are not one for each position `[B, T]`."""
+    """Refuse labels or weights that are not one for each position `[B, T]`."""
     if labels.is_floating_point() or labels.shape != shape:
         raise ValueError(
             f"labels: expected one class number for each of {list(shape)}, got "

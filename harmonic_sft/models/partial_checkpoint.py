@@ -16,10 +16,10 @@ from .configuration_harmonic import HarmonicConfig
 # The files of a partial checkpoint, which holds only what was trained.
 HEAD_FILE = "dist_head.safetensors"
 BLOCKS_FILE = "trained_blocks.safetensors"  # left out where only the head was trained
-RESUME_FILE = "trained_weights.safetensors"  # from which a run continues, and nothing else can
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # old ones have no owner
+RESUME_FILE = "trained_weights.safetensors"  # only the run itself can load it, to continue
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")  # old names have no owner
 COMMIT = re.compile(r"[0-9a-f]{40}")
-BACKBONE = "model.backbone."  # of parameter names
+BACKBONE = "model.backbone."  # prefix of the backbone's parameter names
 # The options of `from_pretrained` that say where and how to fetch files.
 HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
 PLACE_OPTIONS = ("revision", "subfolder")
@@ -35,7 +35,7 @@ def check_not_partial(folder: str | os.PathLike) -> None:
 
 
 def hub_base(config: HarmonicConfig) -> str | None:
-    """Return the base's name on the Hub; None for a folder, of which training records no commit."""
+    """Return the base's name on the Hub, or None if no commit is recorded, as for a folder."""
     base, revision = config.base_model or "", config.base_revision or ""
     return base if HUB_NAME.fullmatch(base) and COMMIT.fullmatch(revision) else None
 
@@ -67,7 +67,8 @@ def complete_state_dict(
                 f"base {config.base_model}: expected a weight {key} of shape "
                 f"{list(value.shape)}, got none. It is not the model trained on"
             )
-    # A weight that blocks share, as Zamba's do, is trained under its first name alone.
+    # Blocks may share a weight, as in Zamba. It is saved under its first name only, so the base's
+    # values of it are dropped under every name.
     old = {state_dict[key].data_ptr() for key in trained.keys() & state_dict.keys()} - {0}
     return {k: v for k, v in state_dict.items() if v.data_ptr() not in old} | trained
 
@@ -85,7 +86,7 @@ def base_state_dict(name: str, config: HarmonicConfig, hub: dict[str, Any]) -> d
             f"commit, got {config.base_model!r} at {config.base_revision!r}. Use a repo of the "
             "form `full`"
         )
-    if os.path.exists(base):  # which transformers would load
+    if os.path.exists(base):  # transformers would load this folder instead
         raise ValueError(
             f"{name} holds only what was trained. base: expected {base} on the Hub, got "
             f"{os.path.abspath(base)!r} of this machine, which hides it. Load it from another "

@@ -56,15 +56,15 @@ class TokenMetrics(NamedTuple):
 class Arguments(NamedTuple):
     """The arguments of the operator, flat and in the order of its schema.
 
-    `h_exp` is a tensor, since a graph of torch.compile would hold a number fast and be compiled
-    again when it changes. Options are those of `LossOptions`.
+    `h_exp` is a tensor, since torch.compile would take a number for a constant and compile again
+    when it changes. Options are those of `LossOptions`.
     """
 
     hidden_states: Tensor  # [N, D]
     prototypes: Tensor  # [V, D]
     class_bias: Tensor | None  # [V]
-    h_exp: Tensor  # below 0, without an axis; unused by a linear head
-    # [V, E], the teacher's weight, or the points of a transport; None: these are the prototypes
+    h_exp: Tensor  # a scalar below 0; unused by a linear head
+    # [V, E], the teacher's weight, or the points of a transport: the prototypes if None
     second_weight: Tensor | None
     labels: Tensor  # [N], or [N, K] with `target_weights`
     target_weights: Tensor | None  # [N, K]
@@ -89,7 +89,7 @@ class Arguments(NamedTuple):
 
     @property
     def leaves(self) -> list[tuple[str, Tensor | None, bool]]:
-        """Name, value and need of those whose gradients are summed over tiles: not `h_exp`."""
+        """Name, value and need of the first five but `h_exp`: tiles sum their gradients."""
         first = zip(self._fields, self, self.needs, strict=False)
         return [leaf for leaf in first if leaf[0] != "h_exp"]
 
@@ -99,14 +99,14 @@ class Arguments(NamedTuple):
 
 
 def kept_dtype(leaf: Tensor) -> torch.dtype:
-    """Return the dtype of a leaf's gradient: a sum over tokens may exceed the range of float16."""
+    """Return the dtype of a leaf's gradient: not float16, whose range a sum may exceed."""
     return torch.float32 if leaf.dtype == torch.float16 else leaf.dtype
 
 
 class Results(NamedTuple):
     """What the operator returns; a tensor that was not asked for is empty.
 
-    The gradients but that of `h_exp` are those of the summed losses.
+    Gradients are of the summed losses, except that of `h_exp`, which is of each token's loss.
     """
 
     loss: Tensor  # [N]
@@ -175,20 +175,20 @@ def check_count(labels: Tensor, num_rows: int) -> None:
     """Refuse more or fewer labels `[N]` or `[N, K]` than rows.
 
     Raises:
-        ValueError: There are. Not looked at in compiled code.
+        ValueError: The numbers differ. Not checked in compiled code.
     """
     if not torch.compiler.is_compiling() and len(labels) != num_rows:
         raise ValueError(f"labels: expected {num_rows}, one for each row, got {len(labels)}")
 
 
 def check_labels(labels: Tensor, *, num_rows: int, num_classes: int, least: int = 0) -> None:
-    """Refuse labels `[N]` that are not one class for each row, unless CUDA would have to wait.
+    """Refuse labels that are not one class for each row, `[N]`, or K classes, `[N, K]`.
 
-    `[N, K]` are as many for each row; a `least` of -1 lets pads pass. Those inside
-    `torch.func.vmap` are not looked at.
+    On CUDA (which would have to wait), on fake tensors, in compiled code and in `torch.func.vmap`
+    their values are not checked. A `least` of -1 lets pads pass.
 
     Raises:
-        ValueError: There are more or fewer, or one is no class.
+        ValueError: There are more or fewer rows of labels, or a label is not a class.
     """
     check_count(labels, num_rows)
     is_known = labels.device.type != "cuda" and not isinstance(labels, FakeTensor)
@@ -209,7 +209,7 @@ def check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Refuse a value that is not one of those allowed.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is another value.
     """
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {list(allowed)}, got {value!r}")
@@ -245,7 +245,7 @@ def _check_options(
 
 
 def check_bias(arguments: Arguments) -> None:
-    """Refuse a bias of -inf, which rules a class out, beside a smoothing that gives it a share."""
+    """Refuse a bias of -inf, which rules a class out, if smoothing gives the class a share."""
     if arguments.class_bias is None or not arguments.label_smoothing:
         return
     finite = ~arguments.class_bias.isneginf().any()
@@ -259,7 +259,7 @@ def check_bias(arguments: Arguments) -> None:
 
 
 def read_exponent(arguments: Arguments) -> float | Tensor:
-    """Return the exponent as a number where reading it does not halt a device."""
+    """Return the exponent: a number on the CPU; elsewhere a tensor, as reading halts the device."""
     if arguments.h_exp.device.type != "cpu":
         return arguments.h_exp.detach()
     exponent = float(arguments.h_exp)
@@ -287,7 +287,7 @@ def read_target(arguments: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def _merge_repeated(labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Add the weights of a row's repeated labels `[N, K]` up at the first, and pad the others."""
+    """Sum the weights of a row's repeated labels `[N, K]` at the first one, and pad the others."""
     num_labels = labels.shape[1]
     if num_labels == 1:
         return labels, weights

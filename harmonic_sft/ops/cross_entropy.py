@@ -44,9 +44,9 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
 
     p_j is proportional to (d_j ** 2 + eps) ** h_exp. The label's distance and those of a few
     nearest prototypes are taken by direct difference, so that confident tokens and tokens near a
-    wrong prototype keep their digits. A state among many prototypes that are almost equal does not:
-    those after the first eight of a tile (on a GPU, two of one and eight in all) keep the rounding
-    of |x| ** 2 + |w| ** 2 - 2xw.
+    wrong prototype keep their digits. Among many almost equal prototypes only the eight nearest of
+    a tile are (on a GPU two); the others keep the rounding of |x| ** 2 + |w| ** 2 - 2xw. Triton
+    counts at most eight of these pairs per token and leaves further ones out of the loss.
 
     | impl      | what it is                                                     | "auto" takes it |
     |-----------|----------------------------------------------------------------|-----------------|
@@ -63,8 +63,8 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
         hidden_states: `[N, D]`.
         prototypes: `[V, D]`.
         labels: `[N]`, every one a class in `[0, V)`; `[N, K]` with `options.target_weights`.
-        h_exp: Below 0; a tensor of no axis to learn it. Acts on the squared distance (the paper's
-            n is -2 * h_exp).
+        h_exp: Below 0; a scalar tensor to learn it. Acts on the squared distance (the paper's n is
+            -2 * h_exp).
         unit_sphere: Normalize both sides; gradients are then tangent to the sphere. A vector of
             norm 0, or up to 1e-12, is at a right angle to every other and gets no gradient.
         eps: Added to d ** 2, in squared units of the hidden states.
@@ -73,7 +73,7 @@ def distance_cross_entropy(  # noqa: PLR0913 - the exponent's law, then what eve
         impl: See the table.
 
     Returns:
-        `[N]`, or of no axis, in nats, float32 or better.
+        `[N]`, or a scalar, in nats, float32 or better.
 
     Raises:
         ValueError: Shapes, dtypes, devices, labels (on the CPU) or an option are off.
@@ -100,9 +100,10 @@ def linear_cross_entropy(
     options: LossOptions = _DEFAULT,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Return the cross-entropy of logits hidden_states @ prototypes.T, made like the distances'.
+    """Return the cross-entropy of logits hidden_states @ prototypes.T, without `[N, V]` of them.
 
-    For heads to be compared on equal terms. `options.class_bias` is the layer's bias.
+    It runs the code of `distance_cross_entropy`, so that the two heads can be compared on equal
+    terms. `options.class_bias` is the layer's bias.
 
     Args:
         hidden_states: `[N, D]`.
@@ -113,7 +114,7 @@ def linear_cross_entropy(
         impl: As in `distance_cross_entropy`.
 
     Returns:
-        `[N]`, or of no axis, in nats, float32 or better.
+        `[N]`, or a scalar, in nats, float32 or better.
 
     Raises:
         ValueError: Shapes, dtypes, devices, labels (on the CPU) or an option are off.
@@ -198,15 +199,15 @@ def chunked_loss(
     impl: str = "auto",
     with_metrics: bool = False,
 ) -> Results:
-    """Call the operator: any loss that has a row-wise stage, chunk by chunk.
+    """Compute any loss that has a row-wise stage, chunk by chunk, and its metrics.
 
     Args:
         logits: What the logits of N hidden states over V classes are made of, with their own bias.
         labels: `[N]`, or `[N, K]` with `options.target_weights`.
-        stage: A key of `STAGES`; a mixture has its own.
+        stage: A key of `STAGES`; for `MixtureLogits` it is always "mixture".
         second: Weight, states and bias of the stage's second loss: see `Arguments`.
         mix: Factors of the cross-entropy and of the second loss.
-        options: A class bias comes on top of that of affine logits.
+        options: Its class bias is added to that of affine logits.
         impl: "auto", "chunked" or "triton".
         with_metrics: Also measure `TokenMetrics`.
     """
@@ -220,12 +221,13 @@ def chunked_loss(
         h_exp, eps = logits.h_exp, logits.eps
     elif logits.bias is not None:
         bias = logits.bias if bias is None else logits.bias + bias
-    # torch.compile keeps a number symbolic in a product, and would compile again for each value.
+    # Numbers as products with a tensor: torch.compile keeps them symbolic there; elsewhere it would
+    # compile again for each value.
     one = torch.ones((), dtype=torch.float64, device="cpu")
     if not isinstance(h_exp, Tensor):
         h_exp = h_exp * one
-    # Points that are the prototypes share their gradient [V, D], but on the sphere, where it is
-    # made tangent.
+    # If the points are the prototypes, both add to one gradient [V, D]. Not on the sphere, where
+    # that of the prototypes is made tangent.
     is_shared = second[0] is logits.weight and kind != "sphere"
     leaves = (logits.hidden_states, logits.weight, bias, h_exp, None if is_shared else second[0])
     _refuse_transforms(leaves)

@@ -43,7 +43,7 @@ def by_chunks(
     size = rows or chunk_rows(head.weight)
     parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     sources: list[Tensor] = [hidden_states, *parameters]
-    if not torch.is_grad_enabled():  # a Function would not see this
+    if not torch.is_grad_enabled():  # a Function's needs_input_grad ignores this
         sources = [source.detach() for source in sources]
     losses: Tensor = _Chunks.apply(loss_fn, head, size, labels, *sources)
     return losses
@@ -68,9 +68,9 @@ class _Chunks(torch.autograd.Function):
         hidden_states: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        # The parameters themselves: the loss reaches them through the head.
+        # The parameters are not saved as tensors: the loss reaches them through the head.
         ctx.loss_fn, ctx.head, ctx.rows, ctx.parameters = loss_fn, head, rows, parameters
-        # Frozen ones too, which stay alive so that their ids are not given again.
+        # Frozen ones too. Held here, so that the ids in `_state` are not reused.
         ctx.tensors, ctx.state = tuple(head.parameters()), _state(head)
         losses, gradients = _differentiate(ctx, hidden_states, labels, None)
         ctx.save_for_backward(hidden_states, labels, *gradients)
@@ -79,7 +79,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        # Once: checkpointing makes them for one reading.
+        # Read only once: checkpointing recomputes them for a single access.
         hidden_states, labels, *gradients = ctx.saved_tensors
         (grad,) = upstream
         if is_uniform(grad):
@@ -98,10 +98,10 @@ class _Chunks(torch.autograd.Function):
 
 
 def _state(head: Head) -> list[Any]:
-    """Return the exponents, and which parameters there are, with the number of changes in place.
+    """Return the exponents, and the id and version (number of in-place changes) of each parameter.
 
-    What was made in inference mode has no such count. `Head.h_exp` would read a learned exponent
-    from its device.
+    Tensors made in inference mode have no version. `Head.h_exp` would read a learned exponent from
+    its device.
     """
     tensors = [(id(p), 0 if p.is_inference() else p._version) for p in head.parameters()]
     return [vars(part).get("_h_exp") for part in head.modules()] + tensors

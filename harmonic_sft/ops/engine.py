@@ -17,11 +17,11 @@ from harmonic_sft.ops.workers import Workers, cpu_workers
 # A chunk keeps `[chunk, V]` weights for the gradients. Each chunk reads and writes the gradient
 # [V, D], so that few large ones are fast. 48 MB are 393 rows of BERT's vocabulary.
 KEPT_ROWS, KEPT_BYTES, MIN_ROWS = 768, 48 * 10**6, 64
-LOOSE_ROWS = 256  # of chunks that keep no weights, since no gradients are made
+LOOSE_ROWS = 256  # of a chunk on a CPU that keeps no weights, since no gradients are made
 # On a GPU each chunk converts all prototypes and adds to the gradient of all, so that few large
 # ones are fast: see docs/performance.md.
 DEVICE_BYTES, DEVICE_ROWS = 2**29, 2816
-NUM_LEAVES, NUM_TENSORS = 5, 11  # the arguments begin with those that gradients flow to
+NUM_LEAVES, NUM_TENSORS = 5, 11  # the first 5 arguments may get gradients; the first 11 are tensors
 
 
 class Softmax:
@@ -80,7 +80,7 @@ class Softmax:
             )
         else:
             products = GradientProducts(self.geometry, workers, **wanted)
-            products.untouched = not is_shared  # the points come first
+            products.untouched = not is_shared  # if shared, the points have written before
             self.tiles = TorchTiles(arguments, stage, products, self.point_products)
 
     def place(self, tokens: slice) -> Chunk:
@@ -112,7 +112,7 @@ class Softmax:
         chunk.logits = logits.masked_fill(chunk.absent, -torch.inf)
 
     def finish(self, chunk: Chunk, slopes: Tensor, class_sums: Tensor | None) -> None:
-        """Add the pairs' part, with dL/dlogit `[T, S]`, and complete the chunk's gradients."""
+        """Add the part of the pairs, with dL/dlogit `slopes` `[T, S]`; complete the gradients."""
         hidden = self.hidden_gradient
         if self.bias_gradient is not None and class_sums is not None:
             self.bias_gradient.add_(class_sums)
@@ -126,7 +126,7 @@ class Softmax:
         self._finish_points(chunk)
 
     def _finish_points(self, chunk: Chunk) -> None:
-        """Add what the pairs carry, and what moves the labels' points."""
+        """Add the pairs to the points' gradient, and the total pull to the labels' points."""
         if self.point_products is None:
             return
         assert chunk.second is not None, "factors are set before"
@@ -182,9 +182,9 @@ def forward(*flat: Any) -> Results:
 
 
 def workspace_bytes(num_tokens: int, vocab_size: int, hidden_size: int, device: str) -> int:
-    """Return about how much memory a call takes beside its results.
+    """Return about how many bytes a call takes beside its results.
 
-    On a CPU in float32, elsewhere with hidden states of 16 bits.
+    The estimate is for float32 on a CPU and for hidden states of 16 bits elsewhere.
 
     Args:
         num_tokens: N.
@@ -219,7 +219,7 @@ def _slices(arguments: Arguments, softmaxes: list[Softmax]) -> Iterator[slice]:
 
 
 def _kept_rows(vocab_size: int, hidden_size: int, num_kept: float, device: str) -> int:
-    """Return how many tokens a chunk has, of which each keeps `num_kept` rows of V numbers."""
+    """Return how many tokens a chunk has if each keeps `num_kept` rows of V numbers."""
     if device != "cpu":
         budget = max(DEVICE_BYTES, 2 * DEVICE_ROWS * vocab_size)
         return max(int(budget // (4 * vocab_size * num_kept)), MIN_ROWS)
@@ -243,7 +243,7 @@ def _build(
     stage, gradients = STAGES[arguments.stage](arguments), {}
     for name, leaf, needed in arguments.leaves:
         if arguments.early and needed and leaf is not None:
-            # The first chunk writes these two, the others add; with no token nobody writes.
+            # The first chunk writes these two, the others add; without tokens there is no chunk.
             written = name in ("hidden_states", "prototypes") and len(arguments.hidden_states)
             make = torch.empty if written else torch.zeros
             gradients[name] = make(leaf.shape, dtype=stage.target.dtype, device=leaf.device)
@@ -254,7 +254,7 @@ def _build(
 
 
 def _finished(arguments: Arguments, gradients: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return the gradients as they are kept, empty where there is none."""
+    """Return the gradients in their `kept_dtype`, empty where there is none."""
     return tuple(
         arguments.empty_gradient(leaf)
         if leaf is None or name not in gradients
@@ -289,16 +289,16 @@ def is_uniform(upstream: Tensor) -> bool:
 
 
 def factors_for(gradients: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:
-    """Return the one value of uniform gradients `[N]` for each gradient, with its axes.
+    """Return the value of the uniform `upstream` `[N]` once for each gradient, with as many axes.
 
-    PyTorch rounds a factor without axes to the dtype of a 16-bit gradient first.
+    PyTorch would round a scalar factor to the dtype of a 16-bit gradient first.
     """
     factor = upstream[:1].sum()  # 0 without tokens
     return [factor.reshape([1] * gradient.dim()) for gradient in gradients]
 
 
 def refuse_second_derivative() -> None:
-    """Refuse to be differentiated in a backward pass: the gradients are made with the losses.
+    """Refuse a second derivative: the gradients were made with the losses, without a graph.
 
     Raises:
         RuntimeError: The backward pass makes a graph.

@@ -8,11 +8,11 @@ from torch import Tensor
 from harmonic_sft.models.head import NEAR, inverse_norms, unit_rows
 from harmonic_sft.ops.workers import Workers
 
-# A mean of the prototypes that holds this share of their squared norm is subtracted first: what is
-# left of the distances after it would have lost its digits. With a smaller share there is little to
-# gain, and hidden states that are far from the mean would lose theirs.
+# If the mean of the prototypes has this share of their mean squared norm, it is subtracted first:
+# otherwise distances, small beside the mean, would lose digits. With a smaller share there is
+# little to gain, and distances of hidden states that are far from the mean would lose digits.
 DOMINANT = 0.9
-CENTER_SAMPLE = 2048  # rows that the mean is taken of: any center is exact, a near one is enough
+CENTER_SAMPLE = 2048  # rows that the mean is taken of: any center is correct, a near one is enough
 SQUARED_ROWS = 2048  # of prototypes at once, so that no second table of them is written
 COMPLETED_ELEMENTS = 3 * 2**17  # of prototypes at once: 1.5 MB, which stays in a core's cache
 
@@ -28,8 +28,9 @@ class Geometry:
         prototypes: `[V, D]`, raw.
         eps: Added to the squared distance.
         dtype: All arithmetic is done in it, float32 or better.
-        centered: Whether the mean of the prototypes is subtracted if it dominates them. None looks
-            whether it does, which would halt a GPU; True subtracts it or zeros, without a look.
+        centered: Whether the mean of the prototypes is subtracted if it dominates them; False never
+            does. None tests on the host whether it dominates, which would halt a GPU. True needs no
+            such test: it subtracts the mean or zeros.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class Geometry:
         self.kind, self.prototypes, self.eps, self.dtype = kind, prototypes.detach(), eps, dtype
         # [D], subtracted from both sides (of norm 1 on the sphere); None for 0.
         self.center: Tensor | None = None
-        # [D], near the mean of the prototypes; None where it is `center` or not looked at.
+        # [D], near the mean of the prototypes; None where it is `center` or not computed.
         self.mean: Tensor | None = None
-        # Mean squared norm of the prototypes less the center, of no axis; None for a linear head.
+        # Mean squared norm of the prototypes less the center, a scalar; None for a linear head.
         self.spread: Tensor | None = None
         if self.linear:
             return
@@ -69,7 +70,7 @@ class Geometry:
     def inverse(self) -> Tensor | None:
         """`[V]`, 1 / |w| on the sphere, 0 for a prototype of norm 0; None elsewhere.
 
-        Taken when it is first asked for: where kernels split the prototypes they write it.
+        Computed on first use, except where kernels split the prototypes: there these write it.
         """
         return inverse_norms(self.prototypes).to(self.dtype) if self.kind == "sphere" else None
 
@@ -103,14 +104,14 @@ class Geometry:
         return direct if self.center is None else direct - self.center
 
     def unit(self, squared: Tensor) -> Tensor:
-        """Return a squared distance `[T, 1]` typical of placed hidden states of squared norms.
+        """Return a typical squared distance `[T, 1]` of hidden states of squared norm `squared`.
 
-        Logarithms are taken of distances over it: h_exp * log(d2) itself is so far from 0 that
-        rounding it costs a relative error of 1e-5 in p.
+        Logarithms are taken of distances divided by it: h_exp * log(d2) itself is so far from 0
+        that rounding it costs a relative error of 1e-5 in p.
         """
         if self.spread is None:
             return torch.ones_like(squared)
-        # Not 0 either where all prototypes are one, and the hidden state is too.
+        # Above 0 even where all prototypes and the hidden state are one point.
         return (squared + self.spread + self.eps).clamp_min(torch.finfo(squared.dtype).tiny)
 
     def near_limits(self, squared: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class Geometry:
     def direct_prototypes(self, classes: Tensor) -> Tensor:
         """Return the prototypes of `classes` `[P]` for differences, `[P, D]`; see `direct`.
 
-        Without the center: subtracted, it would leave its rounding in them.
+        The center is not subtracted, since that would round them.
         """
         prototypes = self.prototypes[classes].to(self.dtype)
         if self.kind == "sphere":
@@ -149,7 +150,7 @@ class Geometry:
         """Return 1 for each side without a direction, which direct differences leave out.
 
         Args:
-            inverse: `[T, 1]` of the hidden states, from `place`.
+            inverse: `[T, 1]` of the hidden states, from `direct`.
             classes: `[T, S]`.
         """
         if self.inverse is None or inverse is None:
@@ -186,7 +187,7 @@ class GradientProducts:
         geometry: How the prototypes `[V, D]` are compared.
         workers: Share the tiles.
         wants_hidden: Whether the hidden states get a gradient.
-        prototype_gradient: `[V, D]`, where it is accumulated; None if nobody wants it.
+        prototype_gradient: `[V, D]`, where it is accumulated; None if it is not wanted.
     """
 
     def __init__(
@@ -263,7 +264,7 @@ class GradientProducts:
         target, geometry = self.prototype_gradient, self.geometry
         if target is None or geometry.linear:
             return
-        # On a CPU few enough to stay in a core's cache, and enough for its operations to be few.
+        # Rows at once: on a CPU as many as stay in a core's cache.
         num_cached = max(COMPLETED_ELEMENTS // max(target.shape[1], 1), 1)
         size = num_cached if target.is_cpu else 8192
 

@@ -35,13 +35,13 @@ LOG2_E = math.log2(math.e)  # on AMD, powers of 2 take a third of the time of `e
 class Chunk:
     """The tokens of one chunk under one softmax; each step writes what the next ones read.
 
-    The pairs are those that stay out of the matrix products: labels first, then near prototypes.
-    Their distances are taken by direct difference: the label's decides the loss of a confident
-    token, and a near prototype's expanded distance would have lost its digits. The sums of a tile
-    leave them out; e = exp(logit - log_scale).
+    The pairs of a token and a class stay out of the matrix products: labels first, then near
+    prototypes. Their distances are taken by direct difference: the label's decides the loss of a
+    confident token, and a near prototype's expanded distance would have lost its digits. The sums
+    of a tile leave them out; e = exp(logit - log_scale).
 
     Off the pairs dL/dlogit_j = mass * p_j + second * s_j - floor, with the stage's second weights
-    s_j; `CrossEntropyStage.log_share` says what they are divided by.
+    s_j, scaled as `CrossEntropyStage.log_share` says.
     """
 
     tokens: slice  # where they stand among the N
@@ -104,8 +104,8 @@ class Chunk:
     def pair_classes(self, num_classes: int) -> Iterator[Tensor]:
         """Yield the classes `[T]` of the pairs, with distinct ones in the place of absent pairs.
 
-        Their coefficient is 0; thousands of additions to one row would wait for each other on a
-        GPU.
+        An absent pair has coefficient 0. If all of them added to one row, thousands of additions
+        would wait for each other on a GPU.
         """
         places = torch.arange(len(self.placed), device=self.columns.device) % num_classes
         for classes in self.columns.unbind(1):
@@ -170,7 +170,7 @@ class Chunk:
     def log_moments(self, h_exp: float | Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums of e * log(d2 / unit) and of log(d2 / unit) of each tile, `[tiles, T]`.
 
-        The second is 0 where it was not asked for, without label smoothing.
+        The second is 0 without label smoothing, which alone needs it.
         """
         assert self.moments is not None, "moments were not asked for"
         entropy, biased, biases = self.moments
@@ -187,22 +187,22 @@ class CrossEntropyStage:
         arguments: The arguments of the call.
     """
 
-    num_sums = 0  # of each tile, that a second loss needs
+    num_sums = 0  # how many sums of each tile a second loss needs
     reads_logits = False  # whether a second loss needs the sum of weight * logit
     points: Geometry | None = None  # of a transport
 
     def __init__(self, arguments: Arguments):
-        self.labels, self.target = read_target(arguments)  # [N, K]; a label of -1 pads, or repeats
+        self.labels, self.target = read_target(arguments)  # [N, K]; -1 = padding or repeated label
         check_bias(arguments)
         self.h_exp = read_exponent(arguments)
         self.smoothing, self.z_loss = arguments.label_smoothing, arguments.z_loss
         self.num_classes, self.linear = len(arguments.prototypes), arguments.kind == "linear"
 
     def weigh(self, tile: slice, tokens: slice, exps: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the second weights `[T, W]` of one tile, and row sums `[T]`.
+        """Return the second weights `[T, W]` of one tile, and any further row sums `[T]`.
 
-        `Chunk.second_sums` holds the sums of the weights and, if the stage `reads_logits`, of
-        weight * logit, both without the pairs, and then these.
+        `Chunk.second_sums` holds the sums of the weights, then, if the stage `reads_logits`, those
+        of weight * logit, both without the pairs, and last the further row sums.
 
         Args:
             tile: Its classes.
@@ -216,7 +216,7 @@ class CrossEntropyStage:
         raise AssertionError("only a second loss has weights")
 
     def second_of_pairs(self, chunk: Chunk) -> Tensor:
-        """Return the second weights `[T, S]` of the pairs, divided as those of the tiles."""
+        """Return the s_j `[T, S]` of the pairs; see `Chunk`."""
         raise AssertionError("only a second loss has weights")
 
     def label_points(self, tokens: slice) -> Tensor:
@@ -224,7 +224,7 @@ class CrossEntropyStage:
         raise AssertionError("only a transport has points")
 
     def normalizer(self, chunk: Chunk) -> Tensor:
-        """Return the logsumexp of the logits themselves `[T]`, of distances not in `unit`."""
+        """Return the logsumexp `[T]` of the logits themselves, with distances not in `unit`."""
         if self.linear:
             return chunk.log_normalizer
         return chunk.log_normalizer + self.h_exp * chunk.unit.squeeze(1).log()
@@ -248,7 +248,7 @@ class CrossEntropyStage:
         (chunk,) = chunks
         target = (1 - self.smoothing) * self.target[chunk.tokens]
         mass = target.sum(1, keepdim=True)
-        # mass - target, but not by a difference: a small smoothing would vanish in it.
+        # mass - target. Smoothing is added after the difference, in which it would be rounded away.
         rest = mass - target
         if self.smoothing or self.z_loss:
             extra = torch.full_like(mass, self.smoothing)
@@ -280,7 +280,7 @@ class CrossEntropyStage:
             mean_logit = (shares * (products + chunk.log_scale * sums)).sum(0)
             slope += chunk.second * mean_logit / self.h_exp
         slope += ((slopes - chunk.floor.unsqueeze(1)) * chunk.logs).sum(1)
-        if self.z_loss:  # the slopes sum to 0 but for it, so that elsewhere the unit drops out
+        if self.z_loss:  # without it the slopes sum to 0, and the unit drops out
             unit = chunk.unit.squeeze(1).log()
             slope += 2 * self.z_loss * self.normalizer(chunk) * weights * unit
         return slope

@@ -13,10 +13,10 @@ from harmonic_sft.ops.stages import LOG2_E, Chunk, CrossEntropyStage
 
 # Small tiles stay in the cache of a core; an accelerator wants large ones.
 CPU_WIDTH, DEVICE_WIDTH = 768, 8192
-# On a CPU numbers too small to be normal take up to a hundred times as long, also in products.
-# Exponents below `STEEP` make many. There a probability is 0 if its logit, less the highest of its
-# tile, is below `LOWEST`: 2e-19 adds nothing to a sum of at least 1, and its square is normal. So
-# is a coefficient below `SMALLEST`.
+# On a CPU subnormal numbers take up to a hundred times as long, also in products, and exponents
+# below `STEEP` make many of them. With such exponents a probability is set to 0 if its logit, less
+# the highest of its tile, is below `LOWEST`: 2e-19 adds nothing to a sum of at least 1, and its
+# square is normal. A coefficient is set to 0 if it is below `SMALLEST`.
 STEEP, LOWEST, SMALLEST = -16, -43.0, 2e-38
 NEAR_PER_TILE = 8  # near pairs of a row that a tile hands over, the closest ones
 NEAR_ON_DEVICE = 2  # the same where counting them would halt the device
@@ -128,7 +128,7 @@ class TorchTiles:
         Args:
             chunk: After `accumulate`.
             coefficients: `[T, S]`, of the pairs: see `GradientProducts`.
-            hidden_gradient: `[N, D]`'s rows of the chunk, written; None if nobody wants them.
+            hidden_gradient: `[T, D]`, is written; None if it is not wanted.
         """
         total = None if hidden_gradient is None else self.products.hidden_gradient()
         for column, classes in enumerate(chunk.pair_classes(self.edges[-1].stop)):
@@ -216,7 +216,7 @@ class TorchTiles:
             logits = self._logits(scores, nearest, tile, log_scale)
             place = logits if kept is None or not geometry.linear else kept[0]
             powers = F.threshold(logits, LOWEST, -torch.inf) if self.is_steep else logits
-            # Sums of the logits need them beside their exponentials.
+            # The exponentials must not overwrite the logits if these are summed too.
             powers = torch.mul(powers, LOG2_E, out=None if self.sums_logits else place)
             exps = powers.exp2_()
         finite = second = None
@@ -388,8 +388,8 @@ def _inside(columns: Tensor, tile: slice) -> Tensor:
 def _write_extreme_(values: Tensor, columns: Tensor, tile: slice, extreme: float) -> None:
     """Write `extreme` into a tile's values `[T, W]` at those of the classes `[T, S]` inside it.
 
-    It must be infinity, or not above any value: a class of another tile is clamped to an edge of
-    this one, where it then changes nothing.
+    `extreme` must be infinity, or not above any value. A class of another tile is clamped to an
+    edge of this one and changes nothing there.
     """
     reduce, nothing = ("amax", -torch.inf) if extreme == torch.inf else ("amin", torch.inf)
     places = (columns - tile.start).clamp_(0, tile.stop - tile.start - 1)

@@ -16,11 +16,11 @@ class Scores(NamedTuple):
     """What turns products into logits; None = not part of this head."""
 
     products: Any  # [T, W] float32
-    width: Any  # of its rows: W, up to a multiple of 64. It follows the number of rows: no constant
+    width: Any  # of its rows: W, up to a multiple of 64. No constexpr, since it varies with T
     labels: Any  # [T, num_labels], -1 = none
-    row: Any  # [T], with column and the factors of the squared distance
+    row: Any  # [T]; d2 = row + column - 2 * row_factor * column_factor * product
     column: Any  # [V]; None is 2 + eps, of points on the sphere
-    row_factor: Any  # [T], beside -2
+    row_factor: Any  # [T]
     column_factor: Any  # [V]
     unit: Any  # [T]
     near: Any  # [T], limits of near pairs
@@ -136,8 +136,9 @@ def _peaks(logits, keep):
 def _take_closest(distances, keep, limits, columns):
     """Take out the closest pair of each row if it is near.
 
-    A near pair is one number, to be compared with others: the bits of its squared distance, and in
-    the lower half its column. Where there is none it is the largest one, whose lower half is -1.
+    A near pair is one int64 that sorts by distance: the bits of its squared distance in the upper
+    half, its column in the lower. If there is none, it is the largest int64, whose lower half is
+    -1.
     """
     nearest = tl.min(_without_nan(distances, float("inf")), axis=1)
     near = nearest < limits
@@ -164,8 +165,8 @@ def _leave_out(distances, keep, limits, columns, plan):
     if tl.max((nearest < limits).to(tl.int32), axis=0) > 0:
         distances, keep, first = _take_closest(distances, keep, limits, columns)
         distances, keep, second = _take_closest(distances, keep, limits, columns)
-        # Only a third near pair of one tile can come down to this floor: what is left of it is
-        # rounding error, which must not reach the logarithm with its sign.
+        # Only a third near pair of one tile can be below this floor. Its distance is then rounding
+        # error, perhaps a negative one, which must not reach the logarithm.
         floor = tl.maximum(limits * 2.0**-10, 1e-30)[:, None]
         distances = tl.where(distances < floor, floor, distances)
         distances = tl.where(keep, distances, float("inf"))
@@ -272,9 +273,9 @@ def statistics_kernel(scores, out, kept, num_rows, first, plan):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def coefficient_kernel(kept, out, num_rows, plan):
-    """Make the gradients' coefficients of the weights, in their place, and sum them."""
+    """Turn the weights into the gradients' coefficients, in place, and sum these."""
     num_blocks = tl.cdiv(num_rows, plan.block_t)
-    # Of one axis: a second one of a GPU's grid ends at 65,535.
+    # The grid has one axis, because the second one of a GPU's grid ends at 65,535.
     block, part = tl.program_id(0) % num_blocks, tl.program_id(0) // num_blocks
     rows = block * plan.block_t + tl.arange(0, plan.block_t)
     columns = part * plan.block_v + tl.arange(0, plan.block_v)

@@ -16,7 +16,7 @@ from harmonic_sft.ops.geometry import Geometry
 
 MEMBERS, WIDTH = 8, 256  # pairs of one class, and numbers of each, that are loaded together
 FEW, MANY = 4, 8  # warps of a program, for rows of up to and above 2048 numbers
-# Said aloud, because triton 3.9 warns where the default of a later version will differ.
+# Explicit, because triton 3.9 warns of defaults that a later version will change.
 OPTIONS: dict[str, Any] = {"num_stages": 1, "enable_fp_fusion": True}
 
 
@@ -41,7 +41,7 @@ class Sorted(NamedTuple):
     """Pairs in the order of their columns."""
 
     keys: Any  # [T S], the columns
-    order: Any  # [T S], where they stood
+    order: Any  # [T S], their places before sorting
 
 
 class Gradient(NamedTuple):
@@ -147,7 +147,7 @@ def push_kernel(prototypes, pairs, listed, scale, out, num_pairs, shape):
     first = tl.program_id(0)
     key = tl.load(listed.keys + first)
     before = tl.load(listed.keys + first - 1, mask=first > 0, other=-1)
-    if key != before:  # and so not -1, which stands first
+    if key != before:  # the first pair of a class; never -1, which sorts first
         dims = tl.program_id(1) * shape.part + tl.arange(0, shape.part)
         inside = dims < shape.width
         vector = _load_prototype(prototypes, key, dims, inside)
@@ -204,7 +204,7 @@ class Rows:
         self.prototypes = Prototypes(values, values.stride(0), geometry.inverse, geometry.center)
 
     def split(self, classes: slice, dtype: torch.dtype) -> Tensor:
-        """Return prototypes in two terms, `[W, 2 D]`, and write 1 / their norms, if any."""
+        """Return prototypes in two terms, `[W, 2 D]`; on the sphere also write 1 / their norms."""
         values, inverse = self.prototypes.vectors[classes], self.prototypes.inverse
         inverse = None if inverse is None else inverse[classes]
         out = values.new_empty(len(values), 2 * values.shape[1], dtype=dtype)

@@ -28,13 +28,13 @@ STATISTICS, COEFFICIENTS = (2, 1024, 4), (16, 256, 4)
 if INTERPRETED:
     STATISTICS = COEFFICIENTS = (16, 32, 1)
 SCORE_BYTES = 2**27  # of the scores of one block of classes
-# Of prototypes in other numbers than they are stored in: all of them, if they are no more than
-# this, and otherwise those of a block.
+# Of converted prototypes: all are converted at once if they fit in this, otherwise a block at a
+# time.
 TERM_BYTES = 160 * 2**20
-ALIGNED = 64  # classes: products of other numbers of them took three to six times as long
-# A tile reports its two closest near pairs. Of more than this many of a row (a cluster of
-# prototypes that the hidden state sits in) the closest are kept and the others are dropped, since
-# counting them would halt the device; hence the narrower notion of near than on the CPU.
+ALIGNED = 64  # classes: products over other than multiples took three to six times as long
+# A tile reports its two closest near pairs, and of these the closest `NEAR_PER_ROW` of a row are
+# kept. A row has more only inside a cluster of prototypes; these are dropped, since counting them
+# would halt the device. Hence the narrower notion of near than on the CPU.
 NEAR_PER_ROW = 8
 NEAR_SHARE = 2.0**-3
 
@@ -42,12 +42,12 @@ NEAR_SHARE = 2.0**-3
 class TritonTiles:
     """Works through one chunk after another on a GPU, without halting it.
 
-    The products of a block of classes are written in float32: 16-bit hidden states as they are,
-    times prototypes that are the sum of two 16-bit terms if they are float32; other hidden states
-    in float32. One kernel takes the statistics of them, and keeps weights for the gradients: in
-    bfloat16 if the hidden states have 16 bits, since what these are rounded to is enough for what
-    their gradients are made of. When the normalizer is known, a second one makes coefficients of
-    the weights, in their place.
+    The products of a block of classes are written in float32. 16-bit hidden states enter as they
+    are, unless a center is subtracted; float32 prototypes are then the sum of two 16-bit terms.
+    Other hidden states enter in float32. One kernel computes the statistics of the products and
+    keeps weights for the gradients: in bfloat16 if the hidden states have 16 bits, since gradients
+    need no more digits than these. When the normalizer is known, a second kernel turns the weights
+    into coefficients, in place.
 
     Args:
         arguments: The arguments of the call.
@@ -55,7 +55,7 @@ class TritonTiles:
         h_exp: The exponent.
         hidden_states: `[N, D]`, of all chunks.
         wants_hidden: Whether the hidden states get a gradient.
-        prototype_gradient: `[V, D]`, where it is written; None if nobody wants it.
+        prototype_gradient: `[V, D]`, where it is written; None if it is not wanted.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class TritonTiles:
         if geometry.with_sums and self.prototype_gradient is not None:
             self.column_sums = self.prototype_gradient.new_zeros(self.num_classes)
         self.splits = self.takes_raw and geometry.prototypes.dtype != hidden_states.dtype
-        if self.splits and geometry.kind == "sphere":  # what splits the prototypes writes it
+        if self.splits and geometry.kind == "sphere":  # the kernel that splits prototypes writes it
             geometry.inverse = self.h_exp.new_zeros(self.num_classes)
         self.rows = Rows(geometry)
         self.terms: Tensor | None = None
@@ -166,8 +166,8 @@ class TritonTiles:
         """Subtract the hidden states times the sums of their coefficients.
 
         Far from all prototypes these sums nearly cancel the label's coefficient, so they are taken
-        before rounding. The coefficients lost by rounding stand at the mean of the prototypes: then
-        the error is multiplied by the spread of the prototypes, not by any distance.
+        before rounding. What rounding takes from the coefficients is placed at the mean of the
+        prototypes, so that the error grows with their spread, not with the distance.
         """
         if made.row_sums is None:
             return
@@ -221,20 +221,20 @@ class TritonTiles:
             return self.rows.split(block, self.hidden_states.dtype)
 
     def _vectors(self, block: slice) -> Tensor:
-        """Return what makes the hidden states' gradients of coefficients, `[W, D]`."""
+        """Return the vectors `[W, D]` that coefficients weigh in the hidden states' gradients."""
         if self.terms is not None and self.terms.dtype == self.dtype:
             return self.terms[block, : self.hidden_size]
         return self.geometry.tile(block).to(self.dtype)
 
     def _vectors_size(self) -> int:
-        """Return of how many classes `_vectors` are made at once."""
+        """Return for how many classes `_vectors` are made at once."""
         if self.geometry.prototypes.dtype == self.dtype and self.geometry.center is None:
             return self.num_classes  # as they are stored
         size = TERM_BYTES // (self.dtype.itemsize * self.hidden_size)
         return max(size // ALIGNED, 1) * ALIGNED
 
     def _block_size(self, num_rows: int) -> int:
-        """Return of how many classes scores are made at once: whole tiles, blocks of one size."""
+        """Return for how many classes scores are made at once: whole tiles, blocks of one size."""
         size = max(SCORE_BYTES // (4 * num_rows), 1)
         if self.terms is None:
             size = min(size, max(TERM_BYTES // (4 * self.hidden_size), 1))
@@ -242,7 +242,7 @@ class TritonTiles:
         return -(-size // tile) * tile
 
     def _weigh(self, chunk: Chunk, kept: Weights) -> Coefficients:
-        """Make coefficients of the weights; return what they are made of, and their sums."""
+        """Turn the weights into coefficients; return what these are made of, and their sums."""
         num_rows = len(chunk.placed)
         block_t, block_v, num_warps = COEFFICIENTS
         block_v = min(block_v, STATISTICS[1])
@@ -267,7 +267,7 @@ class TritonTiles:
         return out
 
     def _scores(self, chunk: Chunk) -> Scores:
-        """Return what makes logits of products, all but these."""
+        """Return all that turns products into logits, without the products."""
         labels = chunk.labels.contiguous()
         geometry = self.geometry
         if geometry.linear:

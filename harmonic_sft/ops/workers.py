@@ -1,8 +1,8 @@
 """Threads that share the tiles of one operation, one core each.
 
 Every PyTorch operation on the CPU opens a parallel region over all cores. A loop over small tiles
-opens thousands of them, and each waits, up to 40 times as long, for a core that another process
-holds. Threads that run single-threaded operations meet only a few times.
+opens thousands of them, and each may take up to 40 times as long if another process holds a core.
+Threads that run single-threaded operations wait for each other only a few times.
 """
 
 import os
@@ -23,7 +23,7 @@ def _forget_threads() -> None:
     _LOCK = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_forget_threads)  # a forked child has none of its parent's
+os.register_at_fork(after_in_child=_forget_threads)  # a child has none of its parent's threads
 
 
 class Workers:
@@ -41,7 +41,7 @@ class Workers:
 
         Args:
             work: One task of one worker.
-            num_tasks: Of all workers.
+            num_tasks: The number of tasks of all workers together.
             fixed: Every worker has its own share, so that what it sums keeps its order; otherwise
                 whoever is free takes the next.
         """
@@ -82,7 +82,8 @@ def cpu_workers() -> Generator[Workers]:
 def _num_cores() -> int:
     """Return how many cores PyTorch may use.
 
-    A thread that first used PyTorch while another one was in `cpu_workers` would say 1 for good.
+    Outside the main thread a new thread is asked: one that first used PyTorch while another was in
+    `cpu_workers` would answer 1 ever after.
     """
     if threading.current_thread() is threading.main_thread():
         return torch.get_num_threads()
