@@ -27,7 +27,7 @@ from harmonic_sft.ops import LossOptions, by_chunks, chunked_loss
 TESTED = ("1.0", "1.16")  # with all patch releases
 HOOK = "add_fused_lm_head"  # since 1.15
 CHUNKED = "_patch_chunked_ce_lm_head"  # of SFT from 1.4 to 1.14, its default since 1.7
-MODULES = (  # where TRL defines it, and who imports it from there
+MODULES = (  # where TRL defines HOOK, and the modules that import it
     "trl.trainer.utils",
     "trl.trainer.sft_trainer",
     "trl.trainer.dpo_trainer",
@@ -43,7 +43,7 @@ def patch() -> None:
     They multiply hidden states by the weight of `get_output_embeddings()`, which a harmonic model
     does not have. Call this before you make a trainer. It replaces one function of TRL,
     `add_fused_lm_head`, for harmonic models alone; all others are treated as before. Before TRL
-    1.15 it is the SFT trainer alone that needs help.
+    1.15 only the SFT trainer needs a patch.
 
     Raises:
         PackageNotFoundError: TRL is not installed.
@@ -74,14 +74,14 @@ def patch() -> None:
 
 
 def _patch_older(sft: types.ModuleType) -> None:
-    """Patch a TRL before 1.15. Only its SFT scores labels otherwise than by the model's logits."""
+    """Patch the SFT trainer of a TRL before 1.15; the others score labels by the model's logits."""
     trainer, chunked = sft.SFTTrainer, vars(sft).get(CHUNKED)
     compute_loss = trainer.compute_loss
 
     @functools.wraps(compute_loss)
     def compute_loss_with_logits(self: Any, model: Any, inputs: Any, *args: Any, **kw: Any) -> Any:
         if self.model.config.model_type == "harmonic" and self.args.loss_type == "nll":
-            inputs["output_logits"] = True  # in training there are none unless asked for
+            inputs["output_logits"] = True  # a model that trains returns none unless asked
         return compute_loss(self, model, inputs, *args, **kw)
 
     def add_head(model: PreTrainedModel, *args: Any, **kw: Any) -> None:
@@ -92,7 +92,7 @@ def _patch_older(sft: types.ModuleType) -> None:
 
     trainer.compute_loss = compute_loss_with_logits
     setattr(sft, CHUNKED, add_head)
-    # Before 1.7 TRL looks for the class of a name there.
+    # Before 1.7 TRL looks up a model's class by its name in transformers.
     setattr(transformers, HarmonicForCausalLM.__name__, HarmonicForCausalLM)
 
 
@@ -109,7 +109,7 @@ def check_version() -> None:
 def add_harmonic_head_(
     model: Any, output_class: type, *, temperature: float, outputs: Sequence[str]
 ) -> None:
-    """Give a model a forward pass that knows `fused_lm_head=True`; without it, it is the old one.
+    """Give a model a forward pass that takes `fused_lm_head=True` and otherwise runs the old one.
 
     Args:
         model: A `HarmonicForCausalLM`. Changed in place.
@@ -149,7 +149,7 @@ def add_harmonic_head_(
             temperature=temperature,
             outputs=outputs,
         )
-        # Attached to the graph also where no label is left.
+        # The fields are attached to the graph even if no label is left.
         fields = {
             name: value.new_zeros(mask.shape).masked_scatter(mask.to(value.device), value)
             for name, value in found.items()
@@ -163,11 +163,11 @@ def add_harmonic_head_(
 
 
 def add_chunked_head_(model: Any, output_class: type) -> None:
-    """Give a model the forward pass of TRL 1.4 to 1.14's `chunked_nll`, as `add_harmonic_head_`.
+    """Give a model the forward pass that `chunked_nll` of TRL 1.4 to 1.14 needs.
 
     Args:
         model: A `HarmonicForCausalLM`. Changed in place.
-        output_class: TRL's `_ChunkedCELMHeadOutput`: with labels it has sums over tokens.
+        output_class: TRL's `_ChunkedCELMHeadOutput`, which with labels holds sums over tokens.
     """
     add_harmonic_head_(
         model, types.SimpleNamespace, temperature=1.0, outputs=("entropy", "is_top1")
@@ -213,11 +213,10 @@ def token_fields(
         temperature: What logits are divided by.
         outputs: Beside `log_probs`: `entropy` in nats, differentiable; `is_top1`, whether the
             label is the most probable class; `mean_logits` over the classes; `log_sum_sq_probs`,
-            the log of the sum of squared probabilities. The last two take a
-            pass of their own each.
+            the log of the sum of squared probabilities. The last two take a pass of their own each.
 
     Returns:
-        `[N]` by name.
+        Tensors `[N]` by name.
     """
 
     def measure(name: str) -> Tensor:
@@ -242,7 +241,7 @@ def token_fields(
 
 
 def _cooled(lazy: LazyLogits | None, temperature: float) -> AffineLogits | DistanceLogits | None:
-    """Return what logits over the temperature are made of; None if nothing fits."""
+    """Return lazy logits divided by the temperature; None for other kinds of logits."""
     if isinstance(lazy, DistanceLogits):
         return lazy._replace(h_exp=lazy.h_exp / temperature)
     if isinstance(lazy, AffineLogits):
@@ -271,7 +270,7 @@ def _dense_field(
 
 
 class _Entropy(torch.autograd.Function):
-    """An entropy that the loss pass has measured; gradients, which few losses want, on demand."""
+    """An entropy measured with the loss; its gradients, which few losses need, come on demand."""
 
     @staticmethod
     def forward(

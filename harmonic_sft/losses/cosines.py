@@ -20,7 +20,7 @@ MIN_SQUARED_SINE = 1e-7  # below it rounding dominates, and at 0 the square root
 
 
 def _compares(head: Head) -> Head:
-    """Return the innermost head, which compares hidden states after all maps around it."""
+    """Return the head inside all `MappedHead`s, which compares what they have mapped."""
     while isinstance(head, MappedHead):
         head = head.inner
     return head

@@ -35,7 +35,7 @@ LOG2_E = math.log2(math.e)  # on AMD, powers of 2 take a third of the time of `e
 class Chunk:
     """The tokens of one chunk under one softmax; each step writes what the next ones read.
 
-    The pairs of a token and a class stay out of the matrix products: labels first, then near
+    A few pairs of a token and a class stay out of the matrix products: labels first, then near
     prototypes. Their distances are taken by direct difference: the label's decides the loss of a
     confident token, and a near prototype's expanded distance would have lost its digits. The sums
     of a tile leave them out; e = exp(logit - log_scale).

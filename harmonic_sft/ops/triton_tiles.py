@@ -33,8 +33,8 @@ SCORE_BYTES = 2**27  # of the scores of one block of classes
 TERM_BYTES = 160 * 2**20
 ALIGNED = 64  # classes: products over other than multiples took three to six times as long
 # A tile reports its two closest near pairs, and of these the closest `NEAR_PER_ROW` of a row are
-# kept. A row has more only inside a cluster of prototypes; these are dropped, since counting them
-# would halt the device. Hence the narrower notion of near than on the CPU.
+# kept. A row has more only inside a cluster of prototypes; further ones are dropped, since counting
+# them would halt the device. Hence the narrower notion of near than on the CPU.
 NEAR_PER_ROW = 8
 NEAR_SHARE = 2.0**-3
 

@@ -31,8 +31,8 @@ from harmonic_sft.training.checkpoints import trained_state
 from harmonic_sft.training.run_config import PeftConfig
 
 logger = logging.getLogger(__name__)
-NAME = "default"  # PEFT's, of the one adapter
-PREFIX = "base_model.model."  # PEFT's, before every name
+NAME = "default"  # PEFT's name of the only adapter
+PREFIX = "base_model.model."  # PEFT puts it before every name
 OPTIONS = ("r", "lora_alpha", "lora_dropout", "target_modules", "layers_to_transform")
 
 
@@ -48,7 +48,7 @@ def as_peft_config(peft_config: PeftConfig | LoraConfig | None) -> PeftConfig | 
         logger.warning("peft_config: no target_modules, so LoRA goes to all linear layers.")
     plain = LoraConfig(**given).to_dict()
     ignored = {"task_type", "base_model_name_or_path", "inference_mode", "revision"}
-    if peft_config.modules_to_save == ["dist_head"]:  # which trains and is saved anyway
+    if peft_config.modules_to_save == ["dist_head"]:  # the head trains and is saved anyway
         ignored.add("modules_to_save")
     different = [
         name
@@ -70,8 +70,8 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     """Put trainable float32 LoRA weights beside frozen linear layers of the blocks.
 
     The model keeps its class and its single head, and its `save_pretrained` saves it merged.
-    `config` names the merged weights among what training changes, and keeps them in float32 when
-    the rest is loaded in 16 bits.
+    `model.config` lists the merged weights as trained, and keeps them in float32 when the rest is
+    loaded in 16 bits.
 
     Source:
         Hu et al. 2021, LoRA: Low-Rank Adaptation of Large Language Models, arXiv:2106.09685.
@@ -80,8 +80,8 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     targets = _target_layers(backbone, peft)
     low_precision = next(backbone.parameters()).dtype != torch.float32
     trained = [p for p in backbone.parameters() if p.requires_grad]
-    # Weights without memory at first: PEFT would make them in the dtype of the body. It fails on
-    # fake tensors, which estimate memory, but with those of the backbone alone it works.
+    # PEFT would make the weights in the body's dtype, so they get no memory until below. It fails
+    # under a FakeTensorMode, as in memory estimates, but works if only the backbone is fake.
     with unset_fake_temporarily():
         config = LoraConfig(
             r=peft.r,
@@ -90,10 +90,10 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
             target_modules=targets,
             fan_in_fan_out=isinstance(backbone.get_submodule(targets[0]), Conv1D),
         )
-        # PEFT gets the whole model: in a bare backbone that it knows it takes layers with the old
-        # names of experts, such as `up_proj`, for experts.
+        # PEFT gets the model around the backbone: in a bare backbone of a known type it would take
+        # layers with the old names of experts, such as `up_proj`, for experts.
         inject_adapter_in_model(config, model.model, low_cpu_mem_usage=True)
-    for parameter in trained:  # PEFT froze everything but its own
+    for parameter in trained:  # PEFT froze everything but LoRA
         parameter.requires_grad_(True)
     for layer in lora_layers(model).values():
         for part in (layer.lora_A[NAME], layer.lora_B[NAME]):
@@ -108,7 +108,7 @@ def add_lora_(model: HarmonicHeadModel, peft: PeftConfig) -> None:
     if low_precision:
         config.float32_modules = sorted([*(config.float32_modules or []), *weights])
     settle_quantized_(model, merged=targets)
-    # Set on the instance, so that its class stays; deepcopy and pickle bind it to the copy.
+    # On the instance, so that the class stays; deepcopy and pickle bind the partial to the copy.
     vars(model)["save_pretrained"] = partial(_save_merged, model)
 
 
@@ -124,14 +124,14 @@ def lora_layers(model: HarmonicHeadModel) -> dict[str, LoraLinear]:
 
 @torch.no_grad()
 def merged_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
-    """Return the state of an ordinary model that computes the same; the live one stays as it is.
+    """Return the state of an ordinary model that computes the same; `model` stays as it is.
 
-    Merged weights are in float32; of a quantized body they are unpacked, the others stay packed.
+    Merged weights are float32, also in a quantized body, whose other weights stay packed.
     """
     whole = {name: value for name, value in model.state_dict().items() if ".lora_" not in name}
     state = {name.replace(".base_layer.", "."): value for name, value in whole.items()}
     for name, layer in lora_layers(model).items():
-        kept = {f"{name}.{part}" for part in ("weight", "bias")}  # the rest says how it was packed
+        kept = {f"{name}.{part}" for part in ("weight", "bias")}  # others say how it was packed
         state = {k: v for k, v in state.items() if k in kept or not k.startswith(f"{name}.")}
         weight = dequantize_module_weight(layer.base_layer)
         state[f"{name}.weight"] = weight.float() + layer.get_delta_weight(NAME)
@@ -145,10 +145,10 @@ def _save_merged(
     state_dict: dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> None:
-    """Save a model with LoRA as `save_pretrained` of its class does, but merged."""
+    """Save a model as `save_pretrained` of its class does, with LoRA merged."""
     if state_dict is None or any(".lora_" in name for name in state_dict):
         state_dict = merged_state(model)
-    # transformers saves a quantized model's own weights, whatever state it is given.
+    # With a quantizer transformers would save the model's own weights and ignore `state_dict`.
     quantizer, vars(model)["hf_quantizer"] = vars(model).get("hf_quantizer"), None
     try:
         type(model).save_pretrained(model, save_directory, is_main_process, state_dict, **kwargs)
@@ -159,8 +159,8 @@ def _save_merged(
 def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
     """Write the LoRA weights, the head and unfrozen modules in PEFT's form into `adapter/`.
 
-    The model card says how to load them. Every target is a full name, which begins with
-    `model.backbone`: on the base as others load it, PEFT finds none of them and says so.
+    The model card says how to load them. Targets have full names, which begin with
+    `model.backbone`. The plain base has no such layers, and PEFT says so.
     """
     layers = lora_layers(model)
     modules = _saved_modules(model)
@@ -180,7 +180,7 @@ def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
 def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:
     """Load what trains, exactly, from a checkpoint whose body is merged, packed or left out.
 
-    Return whether it is such a checkpoint; otherwise nothing was loaded.
+    Return False, with nothing loaded, for any other checkpoint.
     """
     names: Collection[str]
     if (folder / RESUME_FILE).is_file():
@@ -217,8 +217,8 @@ def _target_layers(backbone: PreTrainedModel, peft: PeftConfig) -> list[str]:
         f"{path}.{index}.{name}"
         for index in sorted(set(chosen))
         for name, module in blocks[index].named_modules()
-        if isinstance(module, nn.Linear | Conv1D)  # the latter are GPT-2's, transposed
-        and "Router" not in type(module).__name__  # which chooses experts, too: of phimoe
+        if isinstance(module, nn.Linear | Conv1D)  # GPT-2 has Conv1D, transposed
+        and "Router" not in type(module).__name__  # phimoe's are linear layers, too
     ]
     targets = linear
     if peft.target_modules != "all-linear":

@@ -33,9 +33,10 @@ from harmonic_sft.training.training_section import (
     check_refused,
 )
 
-# What decides about the Hub stands in `RunConfig.hub`; a script resumes by its own argument.
+# Arguments that `RunConfig.training` leaves out: `RunConfig.hub` has those of the Hub, and a script
+# passes resume_from_checkpoint to `train`.
 NOT_IN_CONFIG = (
-    "accelerator_config",  # refused, but for the defaults, by `check_launch`
+    "accelerator_config",  # `check_launch` refuses all but the defaults
     "hub_model_id",
     "hub_private_repo",
     "hub_revision",
@@ -44,7 +45,7 @@ NOT_IN_CONFIG = (
     "push_to_hub",
     "resume_from_checkpoint",
 )
-SECTIONS = ("head", "h_exp", "loss", "schedule", "mask")  # which a command line gives as text
+SECTIONS = ("head", "h_exp", "loss", "schedule", "mask")  # a command line gives these as text
 IN_MODEL = ("task", "revision", "from_scratch", "pooling", "dtype", "dropout", "unfreeze")
 IN_DATA = (
     "context_length",
@@ -117,10 +118,10 @@ class HarmonicTrainingArguments(TrainingArguments):
 
     Without further arguments they are the NeoBERT recipe: the last block and a `DistLayer` on the
     unit sphere train, h_exp goes from -12 to -4, the learning rate of 2e-4 follows warmup, stable
-    and decay, and Adam's betas are 0.95. Where a field has a section in the YAML file it takes what
-    stands there: a name, a number, or a dictionary with the keys of the section; also as text, so
-    that `HfArgumentParser` can read it. The trainer checks them, with the model at hand, and
-    refuses what the YAML file would not take either, by the name it has there.
+    and decay, and Adam's betas are 0.95. A field that is a section of the YAML file takes what the
+    section takes: a name, a number, or a dictionary with its keys; also as text, so that
+    `HfArgumentParser` can read it. The trainer checks the fields as those of a YAML file, once it
+    knows the model, and its messages name the keys of that file.
     """
 
     learning_rate: float = _theirs("learning_rate", f"Peak learning rate. {RECIPE}")
@@ -166,7 +167,7 @@ class HarmonicTrainingArguments(TrainingArguments):
     dropout: float | None = _ours("dropout")
     from_scratch: bool = _ours("from_scratch", False, "Needs unfreeze=['*'].")
     pooling: str | None = _ours("pooling")
-    # HfArgumentParser takes the second of these, and would leave text out without the last.
+    # HfArgumentParser reads a union as its second type, str; without None it would skip str.
     unfreeze: int | str | list[str] | dict[str, Any] | None = _ours(
         "unfreeze",
         more="A number of blocks from the top, or patterns of parameter names of the backbone. "
@@ -235,10 +236,10 @@ class HarmonicTrainingArguments(TrainingArguments):
         self._settle_head_and_loss()
         self.gradient_checkpointing = None
         self._check_transformers()
-        super().__post_init__()  # to which gradient_checkpointing is a deprecated name
+        super().__post_init__()  # where gradient_checkpointing is deprecated
         self.gradient_checkpointing = bool(raw["gradient_checkpointing"])
         accelerator_config: Any = self.accelerator_config
-        if accelerator_config.dispatch_batches is None:  # accelerate's own choice, for streams
+        if accelerator_config.dispatch_batches is None:  # accelerate would choose True for streams
             accelerator_config.dispatch_batches = False
         metric = metric_of(str(self.metric_for_best_model))
         if raw["greater_is_better"] is None and metric is not None:
@@ -251,7 +252,7 @@ class HarmonicTrainingArguments(TrainingArguments):
         }
 
     def _settle_types(self) -> None:
-        """Convert numbers of NumPy, a dtype of PyTorch, and the token that JSON files hide."""
+        """Convert NumPy numbers, a torch dtype, and the placeholder that stands for a token."""
         for argument in fields(self):
             if isinstance(value := getattr(self, argument.name), np.generic):
                 setattr(self, argument.name, value.item())
@@ -278,7 +279,7 @@ class HarmonicTrainingArguments(TrainingArguments):
 
     def _check_transformers(self) -> None:
         """Convert or refuse values at which transformers would crash, or which it would ignore."""
-        # Now: transformers would ask to install deepspeed, and a data_seed of 0 looks unset later.
+        # Now: transformers would ask to install deepspeed, and take a data_seed of 0 as unset.
         check_refused({"deepspeed": self.deepspeed, "data_seed": self.data_seed})
         if self.eval_accumulation_steps == 0:
             raise ValueError("training.eval_accumulation_steps: expected a number above 0, got 0")
@@ -312,12 +313,12 @@ class HarmonicTrainingArguments(TrainingArguments):
 
         Args:
             base: Name of the model.
-            task: What the model predicts; replaces that of the arguments.
+            task: What the model predicts; replaces `self.task`.
             own_head: Settings of the head that the model has and keeps unless `head` names one.
-            has_transform: The base has layers before its output layer; a head that is no more than
-                a name goes behind them.
+            has_transform: Whether the base has layers before its output layer; a head given by its
+                name alone goes behind them.
             peft: LoRA.
-            is_stream: The training data are read while training.
+            is_stream: Whether the training data are read while training.
             context_length: Used if the arguments have none.
 
         Raises:
@@ -401,7 +402,7 @@ class HarmonicTrainingArguments(TrainingArguments):
 
 @contextmanager
 def changed(args: TrainingArguments, **values: Any) -> Generator[None]:
-    """Give arguments other values, which transformers then reads, inside a `with` block."""
+    """Give arguments other values inside a `with` block, where transformers reads them."""
     before = {name: getattr(args, name) for name in values}
     vars(args).update(values)
     try:
@@ -438,7 +439,7 @@ def _sections_of(own_head: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 
 
 def check_launch(args: HarmonicTrainingArguments) -> None:
-    """Refuse ways of starting that would train something else than the arguments say."""
+    """Refuse launches that would train something other than the arguments say."""
     for variable, reason in ACCELERATE_PLUGINS.items():
         if os.environ.get(variable, "false").lower() in ("true", "1"):
             plugin = variable.removeprefix("ACCELERATE_USE_")
@@ -467,9 +468,9 @@ def check_launch(args: HarmonicTrainingArguments) -> None:
     if args.accelerator_config != AcceleratorConfig(dispatch_batches=False):
         check_refused({"accelerator_config": args.accelerator_config})
     needed = {
-        # Rows that fill up last batches could not be left out.
+        # Rows that are repeated to fill the last batches could not be left out.
         "data.padding_free": (args.padding_free, False),
-        # A token would weigh more where a process has fewer of them.
+        # Tokens would weigh more in a process that has fewer of them.
         "training.average_tokens_across_devices": (args.average_tokens_across_devices, True),
     }
     for name, (value, expected) in needed.items():

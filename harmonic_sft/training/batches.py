@@ -28,20 +28,20 @@ from harmonic_sft.training.callbacks import StoppedError
 from harmonic_sft.training.checkpoints import rows_at_once, rows_per_step
 
 logger = logging.getLogger(__name__)
-STREAM_FILES = "stream_state_{}.json"  # of a process
-BAD_STEP = "bad_step_{}_{}.json"  # of a step and a process
+STREAM_FILES = "stream_state_{}.json"  # process index
+BAD_STEP = "bad_step_{}_{}.json"  # step, process index
 COUNTS = ("label_positions", "num_tokens")  # what CountingCollator adds
-COUNTED = ("input_ids", "attention_mask")  # for its tokens
+COUNTED = ("input_ids", "attention_mask")  # what it counts tokens in
 OF_LABELS = ("labels", "label_weights", *COUNTS)  # what a backbone does not take
 
 
 @dataclass(frozen=True, kw_only=True)
 class CountingCollator:
-    """Collates, and counts on the CPU what the trainer would have to wait for a device to count.
+    """Makes batches and counts on the CPU, so that the trainer need not wait for the device.
 
     Attributes:
         collator: Makes a batch of rows.
-        num_classes: V, of the head; None where labels are not its classes.
+        num_classes: V of the head; None if labels are not its classes.
         causal: The model predicts next tokens.
     """
 
@@ -53,12 +53,12 @@ class CountingCollator:
         """Make one batch.
 
         Returns:
-            What `collator` returns with `label_positions`, `[N]`, an argument of the models, if
-            labels are classes, and `num_tokens`, without padding, which the trainer takes out.
+            The batch of `collator` with `num_tokens`, without padding, which the trainer takes out,
+            and if labels are classes with `label_positions`, `[N]`, an argument of the models.
         """
         try:
             batch = self.collator(rows)
-        except Exception as error:  # of a collator of the user's, which knows nothing of this
+        except Exception as error:  # such as a user's collator at columns it does not know
             if isinstance(rows, Sequence) and isinstance(rows[0], Mapping):
                 error.add_note(
                     f"The collator was given rows as they are, with the columns {[*rows[0]]}. Take "
@@ -69,7 +69,7 @@ class CountingCollator:
         return self.count(batch)
 
     def count(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch with what is counted in it."""
+        """Return a batch with its counts added."""
         mask = batch.get("attention_mask")
         if mask is not None and mask.dim() == 2:
             num_tokens = int(mask.sum())
@@ -86,10 +86,10 @@ class CountingCollator:
     def take_out_repeated_(
         self, batch: dict[str, Any], *, num_rows: int, size: int, process: int
     ) -> None:
-        """Leave out of the loss the rows that accelerate has added to the last batch's `num_rows`.
+        """Leave the rows that accelerate has added to the last batch out of the loss.
 
-        `size` is the number of rows of each process. A batch that is laid out as one row, has no
-        labels or has shifted ones is left as it is.
+        `num_rows` is the number of its own rows, of all processes, and `size` the rows of each
+        process. A batch laid out as one row, without labels or with shifted ones stays as it is.
         """
         num_left = max(0, num_rows - process * size)
         is_known = "labels" in batch and "shift_labels" not in batch
@@ -112,10 +112,10 @@ class StreamPlace:
     def __init__(self, rows: StreamedRows, args: HarmonicTrainingArguments):
         self._rows, self._args = rows, args
         self.state = StreamState(rows=0, streams={})  # of the rows that this process has read
-        self.examples: list[dict[str, int]] = []  # rows of this process in the step at work
+        self.examples: list[dict[str, int]] = []  # rows of this process in the current step
 
     def loader(self, collator: Callable[[Any], dict[str, Any]], batch_size: int) -> DataLoader:
-        """Read this process's own share; accelerate would read all of it in every process."""
+        """Return this process's share as batches; accelerate would read all in every process."""
         args = self._args
         self._rows.share(
             process_index=args.process_index, num_processes=args.world_size, batch_size=batch_size
@@ -129,7 +129,7 @@ class StreamPlace:
             prefetch_factor=args.dataloader_prefetch_factor,
             # transformers 5.10 has no such argument.
             multiprocessing_context=vars(args).get("dataloader_multiprocessing_context"),
-            # Drawn now: a resumed run restores the random numbers before it begins to read.
+            # Seeded now: a resumed run restores the random state before it reads, and must keep it.
             generator=torch.Generator().manual_seed(int(torch.randint(2**62, ()))),
         )
 
@@ -162,7 +162,7 @@ class MemoryFallback:
     """Runs micro-batches; out of memory it turns to gradient checkpointing, then to fewer rows.
 
     It then repeats the step from its first micro-batch with the same random numbers. Checkpointing
-    changes nothing else; fewer rows at a time sum in another order and draw other dropout masks.
+    leaves the result the same; fewer rows at a time sum in another order, with other dropout masks.
     """
 
     def __init__(self, args: HarmonicTrainingArguments, model: HarmonicHeadModel):
@@ -182,10 +182,10 @@ class MemoryFallback:
         step: int,
         is_sum: bool,
     ) -> Tensor:
-        """Return the loss of one micro-batch of a step; `batches` are those before it.
+        """Return the loss of one micro-batch; `batches` has those before it in the same step.
 
-        `backward` runs a micro-batch, or some of its rows. Unless losses of some rows add up to
-        that of all (`is_sum`), they are means, and a micro-batch stays whole.
+        `backward` runs a micro-batch or some of its rows. With `is_sum` the losses of parts add up
+        to that of the whole; without it they are means, and a micro-batch is never split.
         """
         if not self.batches:
             # For dropout in a repeated step, on the CPU and on every GPU.
@@ -200,7 +200,7 @@ class MemoryFallback:
                 return torch.stack(losses).sum()
             except RuntimeError as error:
                 self._check_memory(error)
-            # Outside of `except`, where the error does not keep the tensors of its frames alive.
+            # Outside of `except`: inside it the error keeps the tensors of its frames alive.
             change = self._fall_back(is_sum=is_sum)
             logger.warning("Out of memory at step %d: %s.", step, change)
             # The failed backward pass may have left some of its gradients: redo the whole step.
@@ -210,7 +210,7 @@ class MemoryFallback:
             batches = self.batches
 
     def _check_memory(self, error: RuntimeError) -> None:
-        """Raise errors other than a lack of memory, and this one too if no step can be repeated."""
+        """Raise the error unless it is a lack of memory and the step can be repeated."""
         # Messages of the driver, cuBLAS, cuDNN and Triton, which accelerate does not know.
         is_known = any(words in str(error) for words in ("out of memory", "ALLOC_FAILED"))
         is_memory = is_known or should_reduce_batch_size(error)
@@ -251,8 +251,8 @@ class MemoryFallback:
 def split_batch(batch: dict[str, Any], num_chunks: int) -> list[dict[str, Any]]:
     """Split every tensor of a batch along its rows into at most `num_chunks` parts.
 
-    Positions in the flattened batch are left out: the model finds those of a part. What is no
-    tensor goes into every part.
+    `label_positions` are left out, since they index the whole batch; the model finds those of a
+    part. Values that are not tensors go into every part.
     """
     if num_chunks == 1:
         return [batch]
@@ -270,7 +270,7 @@ def num_rows(batch: dict[str, Any]) -> int:
 
 
 def head_inputs(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return what the head of a model sees of a batch, `[B, S, D]`, and its labels `[B, S]`."""
+    """Return the hidden states that the head gets, `[B, S, D]`, and their labels `[B, S]`."""
     inputs = {key: value for key, value in batch.items() if key not in OF_LABELS}
     hidden_states = model.model(**inputs).last_hidden_state  # [B, T, D]
     mask = model.attended(inputs.get("input_ids"), inputs.get("attention_mask"))
@@ -297,7 +297,7 @@ def labelled_states(model: HarmonicHeadModel, batch: dict[str, Any]) -> tuple[Te
 def examples_of_step(
     rows: MaskedRows, args: TrainingArguments, *, step: int
 ) -> list[dict[str, int]]:
-    """Name row, source and document of what the step after `step` others reads in all processes."""
+    """Return row, source and document of every row of a step, from 0 on, in all processes."""
     size, at_once = rows_per_step(args), rows_at_once(args)
     rounded = math.floor if args.dataloader_drop_last else math.ceil
     num_read = rounded(len(rows) / at_once) * at_once  # in an epoch
@@ -322,7 +322,7 @@ def save_bad_step(
 ) -> None:
     """Write which rows gave a loss or gradients that are not finite, into the output folder.
 
-    Rows of the user have no names: of these the tokens of the step's micro-batches are written.
+    Rows of a user's own data set have no names: the step's tokens are written in their place.
     """
     if isinstance(rows, MaskedRows):
         examples = examples_of_step(rows, args, step=step)
@@ -339,7 +339,7 @@ def save_bad_step(
 def last_batch_rows(loader: Any, args: TrainingArguments) -> int:
     """Return how many rows the last batch of all processes has before accelerate fills it up.
 
-    It repeats rows so that all processes have as many. 0 if it does not have to.
+    accelerate repeats rows so that all processes have equally many. 0 if it repeats none.
     """
     sampler = loader.batch_sampler
     if args.dataloader_drop_last or not isinstance(sampler, BatchSamplerShard):

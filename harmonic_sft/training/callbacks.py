@@ -38,7 +38,7 @@ from harmonic_sft.models import HarmonicConfig
 from harmonic_sft.training.run_config import HExpConfig
 
 logger = logging.getLogger(__name__)
-TERMINATED = 128 + signal.SIGTERM  # what shells report
+TERMINATED = 128 + signal.SIGTERM  # the exit status that shells report
 
 
 class StoppedError(RuntimeError):
@@ -46,18 +46,19 @@ class StoppedError(RuntimeError):
 
 
 class HeadCallback(TrainerCallback):
-    """Sets what head and loss change with the steps, by the step alone: runs may be resumed.
+    """Sets what changes in head and loss from step to step.
 
-    Also for trainers of others.
+    It goes by the step alone, so a resumed run sets the same. Trainers of other libraries can use
+    it too.
 
     Raises:
-        ValueError: An exponent is to be set in an adapter of PEFT, or the best model is chosen by
-            losses at different ones.
+        ValueError: The model is an adapter of PEFT, which would not save an exponent, or the best
+            model is chosen by losses at different exponents.
     """
 
     def __init__(self, h_exp: HExpConfig | None):
         self.h_exp = h_exp
-        self.last_h_exp: float | None = None  # that the last step was taken with, if annealed
+        self.last_h_exp: float | None = None  # of the last step; None without `h_exp`
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Bring the prototypes back to norm 1."""
@@ -85,7 +86,7 @@ class HeadCallback(TrainerCallback):
         The saved learning rate of a run that ended is 0, which is wrong if it continues for longer.
         """
         self._check(args, kwargs["model"])
-        if state.global_step < state.max_steps:  # or the checkpoint has its exponent
+        if state.global_step < state.max_steps:  # otherwise the checkpoint's exponent stays
             self.on_step_end(args, state, control, **kwargs)
         scheduler = kwargs["lr_scheduler"]
         if isinstance(scheduler, LambdaLR):
@@ -96,7 +97,7 @@ class HeadCallback(TrainerCallback):
             scheduler._last_lr = rates
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Set the exponent of the best checkpoint, of which other trainers load weights alone."""
+        """Set the exponent of the best checkpoint; other trainers load only its weights."""
         folder = state.best_model_checkpoint
         if self.h_exp is not None and args.load_best_model_at_end and folder is not None:
             kwargs["model"].h_exp = HarmonicConfig.from_pretrained(folder).h_exp
@@ -109,7 +110,7 @@ class HeadCallback(TrainerCallback):
                 "HeadCallback: expected no exponent beside an adapter of PEFT, which would not "
                 f"save it, got {self.h_exp}. Write HeadCallback(None)"
             )
-        # transformers sets it for load_best_model_at_end and for schedules that read a metric.
+        # transformers sets this for load_best_model_at_end and for schedules that read a metric.
         metric = str(args.metric_for_best_model).removeprefix("eval_")
         if self.h_exp.start != self.h_exp.end and metric == "loss":
             raise ValueError(
@@ -120,23 +121,23 @@ class HeadCallback(TrainerCallback):
 
 
 class TerminationCallback(TrainerCallback):
-    """Ends training after a SIGTERM, with a checkpoint at the end of the step at work.
+    """Ends training after a SIGTERM, with a checkpoint at the end of the current step.
 
     A checkpoint of an epoch's last step is always saved after the evaluation that ends the epoch.
     transformers' own callback, of `enable_jit_checkpoint`, waits for three seconds and saves in the
-    middle of a step, which a resumed run could not repeat with the same random numbers. Unless a
-    process `is_alone`, the trainer sets `agreed` after asking all.
+    middle of a step, which a resumed run could not repeat with the same random numbers. With
+    several processes the trainer asks all whether they got the signal, and sets `agreed`.
     """
 
     def __init__(self, *, is_alone: bool):
         self.is_alone = is_alone
-        self.received = self.agreed = False  # by this process; all know of it
+        self.received = self.agreed = False  # `agreed`: all processes know of the signal
         self._saves_after_epoch = False
         self._listens = torch.zeros(1, dtype=torch.bool).share_memory_()  # workers read it
 
     @contextlib.contextmanager
     def listening(self, *, is_asked: bool) -> Generator[None]:
-        """Handle the signal if asked to; Python allows it in the main thread alone."""
+        """Handle the signal if `is_asked`; Python allows that in the main thread only."""
         self.received = self.agreed = False
         if not is_asked or threading.current_thread() is not threading.main_thread():
             yield
@@ -152,7 +153,7 @@ class TerminationCallback(TrainerCallback):
     def keep_workers_(self, loader: DataLoader) -> DataLoader:
         """Let the loader's workers outlive the signal while it is handled; return the loader.
 
-        Schedulers send it to all processes of a job, and the step at work still needs its rows.
+        Schedulers send it to all processes of a job, and the current step still needs its rows.
         """
         inner = loader.base_dataloader if isinstance(loader, DataLoaderAdapter) else loader
         inner.worker_init_fn = partial(_init_worker, self._listens, inner.worker_init_fn)
@@ -168,7 +169,7 @@ class TerminationCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Save and stop, in all processes after the same step; at an epoch's end save later.
 
-        A run that continues from a checkpoint at an epoch's end skips the evaluation of that epoch.
+        The evaluation comes first there, since a run that continues from that checkpoint skips it.
         """
         if self.agreed:
             logger.warning(
@@ -179,9 +180,10 @@ class TerminationCallback(TrainerCallback):
         control.should_save &= not self._saves_after_epoch
 
     def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Save what `on_step_end` has postponed, with what is evaluated and logged now.
+        """Save the checkpoint that `on_step_end` has postponed, after this evaluation and log.
 
-        transformers comes here also if training stops in the middle of an epoch: nothing is done.
+        transformers also calls this if training stops in the middle of an epoch: then nothing is
+        evaluated, logged or saved.
         """
         if self.agreed and control.should_training_stop:
             is_end = _ends_epoch(state)
@@ -197,10 +199,10 @@ class TerminationCallback(TrainerCallback):
 
 
 class EarlyStopping(EarlyStoppingCallback):
-    """transformers' own, which would warn of evaluations before and after the training."""
+    """transformers' early stopping, without warnings at evaluations before and after training."""
 
     def on_evaluate(self, *args: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-        """Count the evaluations of the training."""
+        """Count evaluations during training only."""
         if any(name.startswith("eval_") for name in metrics):
             super().on_evaluate(*args, metrics=metrics, **kwargs)
 
@@ -225,7 +227,7 @@ NOT_SHOWN = (
 
 
 class LabeledProgress(ProgressCallback):
-    """transformers' progress bars, with what they count, and log lines with their step."""
+    """transformers' progress bars with labels, and log lines with their step."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the bar of the training steps."""
@@ -257,7 +259,7 @@ class LabeledProgress(ProgressCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Print the step first, without what the bar says or the next line would repeat."""
+        """Print the step first; leave out what the bar shows or the next line repeats."""
         shown = {key: value for key, value in logs.items() if key not in NOT_SHOWN}
         super().on_log(args, state, control, {"step": state.global_step, **shown}, **kwargs)
 
@@ -279,7 +281,7 @@ def place_events_(callbacks: Sequence[TrainerCallback], folder: str) -> None:
 
 @contextlib.contextmanager
 def lasting_reports(callbacks: Sequence[TrainerCallback]) -> Generator[None]:
-    """Close reporters after the final evaluation, which would open another run after training."""
+    """Keep reporters open until the final evaluation, which would otherwise open another run."""
     reporters = [c for c in callbacks if isinstance(c, tuple(INTEGRATION_TO_CALLBACK.values()))]
     ends: list[Callable[[], Any]] = []
 
@@ -315,7 +317,7 @@ def check_reporters(names: Sequence[str]) -> None:
 
 
 def not_finite(step: int, loss: float, gradient_norm: float) -> StoppedError:
-    """Return the error for a step without finite loss or gradients, after `step` others."""
+    """Return the error for a step, from 0 on, whose loss or gradients are not finite."""
     is_loss = not math.isfinite(loss)
     name, value = ("loss", loss) if is_loss else ("gradient norm", gradient_norm)
     return StoppedError(

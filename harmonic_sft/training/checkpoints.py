@@ -26,14 +26,14 @@ from harmonic_sft.results import file_sha256, write_whole
 logger = logging.getLogger(__name__)
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "trainer_state.json"
-LOSS_NAME = "running_loss_{}.json"  # of a process
+LOSS_NAME = "running_loss_{}.json"  # process index
 NEIGHBORS_NAME = "neighbors.safetensors"
 # What a checkpoint of an earlier version, which has no manifest, holds at least.
 NEEDED = ("optimizer.pt", "scheduler.pt", "rng_state*.pth", "model*.safetensors")
 
 
 def write_manifest(folder: Path, **recorded: int | str | None) -> None:
-    """Write the last file of a checkpoint: the checksums of all others, what else is recorded."""
+    """Write the last file of a checkpoint: `recorded`, and the checksums of all other files."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in paths:  # on the disk before older checkpoints are deleted
         with path.open("rb") as file:
@@ -67,7 +67,7 @@ def rows_per_step(args: TrainingArguments) -> int:
 def same_accumulation(folder: Path, args: TrainingArguments) -> int:
     """Return the accumulation steps that give an optimizer step as many rows as a checkpoint's."""
     manifest = read_manifest(folder)
-    saved = manifest.get("rows_per_step")  # None of an earlier version
+    saved = manifest.get("rows_per_step")  # None in a checkpoint of an earlier version
     at_once = rows_at_once(args)
     now = rows_per_step(args)
     if args.dataloader_drop_last and manifest.get("rows_at_once") not in (None, at_once):
@@ -101,8 +101,9 @@ def find_damage(folder: Path, *, is_best: bool = False) -> str | None:
     """Return what is wrong with a checkpoint, None if it is as it was saved.
 
     A checkpoint of this version without a manifest was not saved to its end. Earlier versions wrote
-    no manifests: of their checkpoints only missing files are found. One that stands beside others
-    with a manifest counts as unfinished, unless a later one names it as the best (`is_best`).
+    no manifests: in their checkpoints only missing files are found. A checkpoint without a manifest
+    beside others that have one counts as unfinished, unless a later one names it as the best
+    (`is_best`).
     """
     if not folder.is_dir():
         return "it is missing"
@@ -125,15 +126,15 @@ def find_damage(folder: Path, *, is_best: bool = False) -> str | None:
 def was_saved(folder: Path) -> bool:
     """Whether a checkpoint was saved to its end, even if it has been damaged since.
 
-    Earlier versions wrote no manifests. Theirs have a state without running losses, which this
-    version writes first.
+    Earlier versions wrote no manifests. Their checkpoints have a trainer state but no running
+    losses, which this version writes before the state.
     """
     is_old = (folder / STATE_NAME).exists() and not any(folder.glob(LOSS_NAME.format("*")))
     return is_old or (folder / MANIFEST_NAME).exists()
 
 
 def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
-    """Return the checkpoint that was asked for, by True the newest whole one."""
+    """Return the checkpoint that was asked for; True asks for the newest whole one."""
     if not asked:
         return None
     if asked is not True:
@@ -148,7 +149,7 @@ def find_checkpoint(asked: str | bool | None, folder: Path) -> Path | None:
 
 
 def check_undamaged(folder: Path, *, is_best: bool = False) -> None:
-    """Refuse a damaged checkpoint that a user named, or a later checkpoint as the best one."""
+    """Refuse a damaged checkpoint, named by a user or, as the best one, by a later checkpoint."""
     damage = find_damage(folder, is_best=is_best)
     if damage is None:
         return
@@ -164,7 +165,7 @@ def check_undamaged(folder: Path, *, is_best: bool = False) -> None:
 def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) -> None:
     """Refuse a checkpoint with other classes or rows, or of another commit of the base.
 
-    `rows` are `rows_sha256` and `eval_sha256` of the trainer; what one side does not know passes.
+    `rows` are `rows_sha256` and `eval_sha256` of the trainer; None on either side is not compared.
     """
     manifest, saved = read_manifest(folder), HarmonicConfig.from_pretrained(folder)
     if saved.id2label != config.id2label:
@@ -189,7 +190,7 @@ def check_continues(folder: Path, config: HarmonicConfig, **rows: str | None) ->
 
 
 def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:
-    """Return the state of a checkpoint; the best one is sought beside it, since runs are moved."""
+    """Return a checkpoint's state; the best checkpoint is sought beside it, as runs are moved."""
     state = TrainerState.load_from_json(str(checkpoint / STATE_NAME))
     if state.best_model_checkpoint is not None:
         best = checkpoint.parent / Path(state.best_model_checkpoint).name
@@ -200,7 +201,7 @@ def read_state(checkpoint: Path, *, needs_best: bool) -> TrainerState:
 
 
 def save_running_loss(folder: Path, process: int, loss: float, last_logged: int) -> None:
-    """Save the sum of a process's losses since the last log, and the step of that."""
+    """Save the sum of a process's losses since the last log, and the step of that log."""
     content = {"sum": loss, "last_logged_step": last_logged}
     (folder / LOSS_NAME.format(process)).write_text(json.dumps(content))
 
@@ -231,7 +232,7 @@ def save_neighbors(folder: Path, loss: LossFunction) -> None:
 
 
 def load_neighbors_(folder: Path, loss: LossFunction) -> None:
-    """Give a loss the tables that `save_neighbors` was given; earlier versions saved none."""
+    """Restore the tables that `save_neighbors` saved; earlier versions saved none."""
     path = folder / NEIGHBORS_NAME
     tensors = load_file(path) if path.is_file() else {}
     for number, smoothing in enumerate(neighbor_tables(loss) if tensors else []):
@@ -242,7 +243,7 @@ def load_neighbors_(folder: Path, loss: LossFunction) -> None:
 def all_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in the folder of a run by their steps, whole or not.
 
-    A copy, such as `checkpoint-3-best`, is the user's own.
+    Folders such as `checkpoint-3-best` are left out: they are a user's copies.
     """
     found = folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*")
     steps = {path: path.name.split("-", 1)[1] for path in found if path.is_dir()}
@@ -277,7 +278,7 @@ def rotate(folder: Path, *, keep: int | None, protected: Iterable[Path]) -> None
 def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
     """Save what training changes, and the configuration: enough to continue, but no whole model."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("model*.safetensors*"):  # saved otherwise before
+    for path in folder.glob("model*.safetensors*"):  # of an earlier save as a whole
         path.unlink()
     model.config.head = model.dist_head.settings()
     model.config.to_json_file(folder / "config.json")
@@ -286,7 +287,7 @@ def save_trained(model: HarmonicHeadModel, folder: Path) -> None:
 
 
 def check_frozen(model: HarmonicHeadModel, folder: Path) -> None:
-    """Refuse a model whose frozen weights are not those that a checkpoint has recorded, if any."""
+    """Refuse a model whose frozen weights differ from those that a checkpoint has recorded."""
     frozen = read_manifest(folder).get("frozen_sha256")
     if frozen is not None and frozen != frozen_sha256(model):
         raise ValueError(
@@ -301,7 +302,7 @@ def frozen_sha256(model: HarmonicHeadModel) -> str:
     frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     named |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    # The state alone has the scales and codes that a 4-bit weight was packed with.
+    # Scales and codes of packed 4-bit weights are in the state alone.
     frozen |= {name: value for name, value in model.state_dict().items() if name not in named}
     digest = hashlib.sha256()
     for name, value in frozen.items():
@@ -311,7 +312,7 @@ def frozen_sha256(model: HarmonicHeadModel) -> str:
 
 
 def trained_state(model: HarmonicHeadModel) -> dict[str, Tensor]:
-    """Return what training changes, by name."""
+    """Return what training can change, by name: trained parameters and saved buffers."""
     state = model.state_dict()
     names = [name for name, weight in model.named_parameters() if weight.requires_grad]
     return {name: state[name] for name in names} | {

@@ -72,21 +72,21 @@ from harmonic_sft.training.tasks import CLASSIFIERS, LANGUAGE_MODELS, MODELS, TA
 
 logger = logging.getLogger(__name__)
 TRAINING_KEYS = {f"training.{key}" for key in ("per_device_eval_batch_size", "seed", "use_cpu")}
-TEXT_BYTES = {"quick": 60_000, "full": 1_000_000}  # scored of each text, at most half of it
-NUM_ROWS = 400  # whose hidden states are compared with the prototypes of their labels
-CONTEXT_LENGTH = 512  # of data for a folder without a run.yaml, at most
+TEXT_BYTES = {"quick": 60_000, "full": 1_000_000}  # scored of each text; at most half a text
+NUM_ROWS = 400  # rows whose hidden states are compared with their labels' prototypes
+CONTEXT_LENGTH = 512  # at most, for a folder without a run.yaml
 
 
 def evaluate_folder(
     folder: Path, overrides: Sequence[str] = (), per_document: Path | None = None
 ) -> dict[str, Any]:
-    """Evaluate a trained model on its run's evaluation split, or on all of other data.
+    """Evaluate a trained model on its run's evaluation split, or on all rows of other data.
 
     Args:
         folder: Made by a run, or downloaded; without a `run.yaml` the overrides must give `data`.
         overrides: Of that file. `data=other.txt` is short for a `data.sources` of this one path,
-            with the column and the format of the run's sources unless it is plain text. Of sources
-            that are given here nothing is held back, unless `data.eval` is given too.
+            with the column and format that the run's sources share unless it is plain text. Sources
+            given here are evaluated in full, unless `data.eval` is given too.
         per_document: Also write the loss of every document into this file, one JSON object a line.
 
     Returns:
@@ -130,7 +130,7 @@ def evaluate_suite(
 
     Args:
         folders: The model, then those it is compared with, all on the held-out data of the first.
-        overrides: Of the data of the first.
+        overrides: As in `evaluate_folder`, for the first.
         size: "quick" or "full".
         sets: The folder with the sets; None measures on the held-out data alone.
         ruler: A sentence encoder, a name or a folder, that judges how near in meaning the wrong
@@ -231,7 +231,7 @@ class Opened:
     data: LoadedData
     data_config: DataConfig
     batch_size: int
-    ancestors: list[Ancestor]  # whether it and its bases were trained on the data
+    ancestors: list[Ancestor]  # whether model and bases were trained on the data
 
     def data_results(self) -> dict[str, Any]:
         """Return the section data of the results."""
@@ -246,7 +246,7 @@ class Opened:
         }
 
     def score(self, rows: LoadedData) -> Scored:
-        """Score the model's data, or other data; return the document of every row too."""
+        """Score evaluation rows; return the scores and the document of every row."""
         # Collating without padding would make one row of a whole batch.
         size = 1 if rows.collator is collate_padding_free else self.batch_size
         device = self.model.device
@@ -298,7 +298,7 @@ class Opened:
         return self.score(rows)
 
     def base(self) -> Any:
-        """Return the body of the base, where it is on this machine, else None."""
+        """Return the body of the base if it is on this machine, else None."""
         saved = _run_settings(self.folder)  # config.base_model has only the last part of a path
         name = saved["model"]["base"] if saved else self.model.config.base_model
         if name is None:
@@ -331,7 +331,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
     data = _load(task, config, tokenizer, data_config, seed=seed, eval_only=eval_only)
     ancestors = check_unseen(folder, data, data_config)
     model = load_checked(MODELS[task], str(folder), config)
-    if quantization_method(config) != "bitsandbytes":  # it has loaded the model to the GPU
+    if quantization_method(config) != "bitsandbytes":  # which loads onto the GPU itself
         model.to(TrainingArguments(str(folder), use_cpu=training.get("use_cpu", False)).device)
     return Opened(
         folder=folder,
@@ -346,7 +346,7 @@ def _open(folder: Path, overrides: Sequence[str]) -> Opened:
 
 
 def _keep(folder: Path, name: str, results: dict[str, Any]) -> None:
-    """Write results into the folder of a model, unless it is somebody else's."""
+    """Write results into the folder of a model; warn if it is not writable."""
     if os.access(folder, os.W_OK):
         write_results(folder / "results", name, results)
     else:
@@ -365,9 +365,9 @@ def _sources_of(config: DataConfig) -> list[Source]:
 def _check_output(
     option: str, path: Path | None, suffix: str, folder: Path, config: DataConfig
 ) -> None:
-    """Refuse to write over data or a file of another kind, or where none can be.
+    """Refuse an output path that is data or of another kind, or that cannot be written.
 
-    Before minutes of evaluation; the data of the run in `folder` count too.
+    This is checked before minutes of evaluation. The data of the run in `folder` count too.
     """
     if path is None:
         return
@@ -526,7 +526,7 @@ def _settings(
     saved = _run_settings(folder)
     sources = saved["data"]["sources"] if saved else []
     if saved and _gives_sources(keys) and not any(k.startswith("data.eval.source") for k in keys):
-        saved["data"]["eval"]["source"] = None  # of the run, which is not asked about
+        saved["data"]["eval"]["source"] = None  # sources are given in place of the run's
     settings = apply_overrides(saved, [_written_out(override, sources) for override in overrides])
     if "data" not in settings:
         raise ValueError(
@@ -547,14 +547,14 @@ def _settings(
 
 
 def _written_out(override: str, sources: Sequence[Mapping[str, Any]]) -> str:
-    """Return an override, `data=PATH` with the column and format that all sources have."""
+    """Return an override; `data=PATH` becomes a source with the column and format of `sources`."""
     key, _, value = override.partition("=")
     if key != "data" or value.lstrip().startswith("{"):
         return override
     source = {"path": value}
     for name in ("column", "format"):
         values = {source[name] for source in sources if name in source}
-        if len(values) == 1 and file_kind(value) != "text":  # which needs neither
+        if len(values) == 1 and file_kind(value) != "text":  # text needs neither
             source[name] = values.pop()
     return f"data.sources={json.dumps([source])}"
 

@@ -36,7 +36,7 @@ def unfreeze_(model: HarmonicHeadModel, unfreeze: UnfreezeConfig) -> None:
         if id(parameter) in cast:
             parameter.data = parameter.data.to(getattr(torch, unfreeze.dtype))
     model.dist_head.requires_grad_(True)
-    earlier = set(model.config.trained_parameters or ())  # by another run on the same base
+    earlier = set(model.config.trained_parameters or ())  # trained by an earlier run on the base
     model.config.trained_parameters = [
         name for name, p in model.named_parameters() if p.requires_grad or name in earlier
     ]
@@ -101,7 +101,7 @@ def parts(model: HarmonicHeadModel) -> list[Part]:
 
 
 def _state(block: nn.Module) -> str:
-    """Say what of a block trains."""
+    """Return whether a block is frozen, frozen with LoRA, or trained."""
     trained = [name for name, parameter in block.named_parameters() if parameter.requires_grad]
     if not trained:
         return "frozen"
@@ -109,7 +109,7 @@ def _state(block: nn.Module) -> str:
 
 
 def _block_names(blocks: Iterable[nn.Module]) -> list[str]:
-    """Name every block by the equally trained ones around it."""
+    """Name every block by the span of equally trained blocks that it is in."""
     names: list[str] = []
     for state, alike in groupby(map(_state, blocks)):
         first, count = len(names), len(list(alike))
@@ -133,6 +133,6 @@ def _part(name: str, parameters: Iterable[nn.Parameter]) -> Part:
 
 
 def _training_bytes(parameter: nn.Parameter) -> int:
-    """Gradient and two moments, all float32, and a master copy of a 16-bit weight."""
+    """Return the bytes of gradient and two moments, in float32, and of a 16-bit weight's master."""
     master = 4 if parameter.dtype.itemsize < 4 else 0
     return parameter.numel() * (max(4, parameter.dtype.itemsize) + 8 + master)

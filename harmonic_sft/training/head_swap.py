@@ -49,11 +49,11 @@ def plain_metrics(metrics: Mapping[str, float], prefix: str) -> dict[str, float]
 def measure_swap(
     trainer: HarmonicTrainer, data: LoadedData
 ) -> tuple[dict[str, dict[str, float]], dict[str, float] | None]:
-    """Evaluate the base with its own head and with the new one; then fit its h_exp, if asked to.
+    """Evaluate the base with its own head; to calibrate, evaluate the new one and fit its h_exp.
 
     Returns:
-        Metrics of the evaluation split, and the fit. `old_head` is there if the base has one,
-        `swapped`, the new head before its fit, if one is made.
+        Metrics of the evaluation split by head, and the fit. `old_head` is there if the base has
+        one. Without calibration there is neither a fit nor `swapped`, the new head before it.
     """
     model, old_head, swap, h_exp = trainer.model, trainer.old_head, {}, trainer.run_config.h_exp
     if old_head is not None:
@@ -69,7 +69,7 @@ def measure_swap(
     swap["swapped"] = evaluate(trainer, "swapped")
     batch_size = trainer.args.per_device_eval_batch_size
     batches = first_batches(data.train, data.collator, batch_size, model.device)
-    # What the main process finds holds for all of them.
+    # All processes use the fit of the main one.
     fit = broadcast_object_list([fit_h_exp(model, batches)])[0]
     apply_fit_(trainer, fit)
     logger.info(
@@ -90,8 +90,8 @@ def check_base(
     """Refuse a base that predicts held-out text no better than the frequencies of its tokens.
 
     The base's own head is judged at its best temperature. `unigrams` is the loss of the training
-    text's frequencies, in nats; None for a stream, where those of the held-out text itself stand
-    in, which predict it a little better.
+    text's frequencies, in nats. It is None for a stream: then the frequencies of the held-out text
+    itself are used, which predict it a little better.
     """
     if not run.check_base or run.model.from_scratch or "old_head" not in swap:
         return
@@ -120,13 +120,13 @@ def eval_labels(data: LoadedData) -> np.ndarray:
 def apply_fit_(trainer: HarmonicTrainer, fit: dict[str, float]) -> None:
     """Give a newly loaded head what `fit_h_exp` found, and anneal from there.
 
-    The ratio of end to start stays that of the run, as far as classes differ at its end.
+    The ratio of end to start stays that of the run, unless classes would be alike at the end.
     """
     h_exp, loss = trainer.run_config.h_exp, trainer.run_config.loss
     assert h_exp is not None, "only a distance head is fitted"
     assert loss is not None, "a file names its loss"
     trainer.model.dist_head.weight.mul_(fit["scale"])
-    # A loss may hold a copy of the prototypes; that of distillation is of the old head.
+    # A loss may hold a copy of the prototypes, except distillation, which holds the old head.
     if fit["scale"] != 1 and not isinstance(loss, DistillLoss):
         trainer.model.loss_fn = loss.prepare(trainer.model.dist_head)
     trainer.model.h_exp = fit["h_exp"]
@@ -137,16 +137,16 @@ def apply_fit_(trainer: HarmonicTrainer, fit: dict[str, float]) -> None:
 
 @torch.no_grad()
 def fit_h_exp(model: HarmonicHeadModel, batches: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """Find the exponent of a distance head, and off the sphere the prototypes' length, that fit.
+    """Fit the exponent of a distance head and, off the sphere, the length of its prototypes.
 
-    Both have the least loss on `NUM_TOKENS` labelled tokens. Logits are proportional to the
+    The fit has the least loss on `NUM_TOKENS` labelled tokens. Logits are proportional to the
     exponent, so this is temperature scaling, and the loss is convex in it. Tied prototypes keep
     their length, since the embeddings would change with them.
 
     Args:
         model: In evaluation mode, on its device, with logits proportional to its exponent. It is
             left as it is.
-        batches: Of training data, as the model takes them; read until there are tokens enough.
+        batches: Of training data, as the model takes them; read until there are enough tokens.
 
     Returns:
         `h_exp`; `scale`, a factor on the prototypes that is 1 on the sphere; the `loss`, in nats,
@@ -206,7 +206,7 @@ def _labelled_states(
 
 
 def _fit_at(head: Head, scale: float, hidden_states: Tensor, labels: Tensor) -> dict[str, float]:
-    """Fit the exponent alone, with the least mean loss on prototypes times `scale`."""
+    """Fit the exponent alone, by the mean loss with prototypes times `scale`."""
     assert head.h_exp is not None, "the run's file was checked"
     weight = head.weight.clone()
     head.weight.mul_(scale)
@@ -222,7 +222,7 @@ def _fit_at(head: Head, scale: float, hidden_states: Tensor, labels: Tensor) -> 
 
 
 def _minimize(loss_fn: Any, bounds: tuple[float, float], *, tolerance: float) -> float:
-    """Return the logarithm, between those of the bounds, where a loss is least."""
+    """Return the logarithm of the value within `bounds` at which a loss is least."""
     logs = [math.log(bound) for bound in bounds]
     least = minimize_scalar(loss_fn, bounds=logs, method="bounded", options={"xatol": tolerance})
     return float(least.x)

@@ -36,8 +36,8 @@ def explain(name: str | None = None) -> str:
     """Explain one key of a configuration, and those below it.
 
     Args:
-        name: Such as `data`, `data.mask.policy`, `training.max_steps` or, of a head or a loss,
-            `head.dist`; a position in a list may stand in it or not. None explains all sections.
+        name: A key such as `data`, `data.mask.policy`, `training.max_steps` or, for a head or a
+            loss, `head.dist`. Positions in a list are ignored. None explains all sections.
     """
     key = _root()
     path = [step for step in (name or "").split(".") if step and not step.isdecimal()]

@@ -53,7 +53,7 @@ def locate_base(base: str) -> str:
 
 
 def check_package(base: str) -> None:
-    """Compare the weights of a base from a package with those that were published."""
+    """Refuse a base from a package whose weights are not the published ones."""
     name = base.removeprefix("package:")
     if name == base:
         return
@@ -88,9 +88,9 @@ def with_padding(tokenizer: Any, task: str) -> Any:
 
 
 def on_the_right(tokenizer: Any, task: str) -> Any:
-    """Let a tokenizer pad and cut where our rows are padded and cut, as it is saved beside a model.
+    """Make a tokenizer pad and cut on the right, as our rows are: it is saved with the model.
 
-    That of a decoder stays as it is: texts to continue are padded on the left.
+    A decoder's tokenizer stays as it is, since texts to continue are padded on the left.
     """
     for side in ("padding_side", "truncation_side"):
         if task != "causal_lm" and getattr(tokenizer, side, "right") != "right":

@@ -46,7 +46,7 @@ class MasterWeightsAdamW(torch.optim.AdamW):
         """Step the masters with the weights' gradients and round the result into the weights."""
         assert closure is None, "a closure would compute gradients after they were handed on"
         for weight, master in self._weights:
-            # Weights that were set since, as those of the best checkpoint are.
+            # Masters follow weights that were set since the last step, as by the best checkpoint.
             master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
             master.grad = weight.grad
         loss = super().step()
@@ -86,7 +86,7 @@ def average_gradients(weights: Iterable[nn.Parameter]) -> None:
 
 
 def low_precision_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return what trains in 16 bits; `average_gradients` averages its gradients, DDP does not."""
+    """Return what trains in 16 bits; make DDP leave its gradients to `average_gradients`."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     low_precision = {n: p for n, p in trained.items() if p.dtype.itemsize < 4}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(low_precision))
@@ -94,7 +94,7 @@ def low_precision_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any, scheduler: Any, *, is_given: bool) -> None:
-    """Refuse an optimizer that would not train everything, or a schedule of another one."""
+    """Refuse an optimizer that would not train everything, or a schedule of another optimizer."""
     low_precision = [p.dtype for p in model.parameters() if p.requires_grad and p.itemsize < 4]
     if is_given and low_precision:
         raise ValueError(

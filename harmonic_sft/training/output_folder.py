@@ -37,7 +37,7 @@ RESULTS_NAME = "train"
 SYNC_SECONDS = 60.0  # until a network drive shows what another node wrote
 LOCK_SECONDS = 10.0  # until a process that is ending has unlocked its folder
 _locks: set[int] = set()  # folders that this process has locked
-DRAFT = f".{RUN_FILE}.[0-9]*"  # of a process that was killed while it wrote the file
+DRAFT = f".{RUN_FILE}.[0-9]*"  # left by a process that was killed while writing
 # What a run may write before its first checkpoint; the last three say why it ended.
 EARLY_FILES = (
     RUN_FILE,
@@ -69,7 +69,7 @@ FREE_KEYS = (
     "training.output_dir",
     "training.save_total_limit",
 )
-# What may change after a trainer was made: also when it evaluates and saves.
+# Keys that may change after a trainer was made; the last ones say when it evaluates and saves.
 LATER_KEYS = (*FREE_KEYS, "training.eval_", "training.log", "training.run_name", "training.save_")
 
 
@@ -103,14 +103,14 @@ def check_output_folder(run: RunConfig) -> None:
     old = _run_in(folder)
     different = changed_keys(to_plain(old), run)
     checkpoint = last_checkpoint(folder) if _batch_keys(run) & set(different) else None
-    # The trainer compares rows per step; before the first checkpoint nothing has been trained.
+    # Batch sizes may differ: the trainer compares rows per step, or nothing was trained yet.
     if (checkpoint is not None and read_manifest(checkpoint)) or _is_abandoned(folder):
         different = [key for key in different if key not in _batch_keys(run)]
     is_longer = different == [MAX_STEPS]
     if is_longer and (last_step := _last_step(old, folder)) < run.training.get("max_steps", -1):
         _check_longer(run, last_step)
     elif different:
-        is_file = old.data.sources[0].path != TRAIN_NAME  # and not a run whose rows Python gave
+        is_file = old.data.sources[0].path != TRAIN_NAME  # false if Python gave the rows
         how = f", `harmonic-sft train {folder / RUN_FILE} resume=true`" if is_file else ""
         raise ValueError(
             f"resume: expected the settings of the run in {str(folder)!r}, got other values for "
@@ -129,7 +129,7 @@ def holds_a_run(folder: Path) -> ValueError:
 
 
 def check_same_arguments(old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Refuse arguments of a trainer that were changed after it was made: some it has used."""
+    """Refuse arguments that were changed after the trainer was made with them."""
     for name, value in new.items():
         key = name if name in TOP else f"training.{name}"
         if value != old[name] and not key.startswith(LATER_KEYS):
@@ -140,7 +140,7 @@ def check_same_arguments(old: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def check_same_settings(checkpoint: Path, run: RunConfig) -> None:
-    """Refuse other settings for a run from another folder: its saved optimizer keeps the old."""
+    """Refuse a checkpoint of another run with other settings: its optimizer keeps the old ones."""
     home = checkpoint.resolve().parent
     if home == run.output_dir.resolve() or not (home / RUN_FILE).is_file():
         return
@@ -156,7 +156,7 @@ def check_same_settings(checkpoint: Path, run: RunConfig) -> None:
 
 
 def _with_values(old: RunConfig, different: Collection[str]) -> str:
-    """Name settings with the values of an old run; of another head all, which its name lacks."""
+    """Name settings with their values in an old run; if the head differs, add the whole old one."""
     values = leaves(without_secrets(to_plain(old)))
     shown = [f"{key} (then {values[key]!r})" if key in values else key for key in different]
     return ", ".join(shown) + (
@@ -167,11 +167,11 @@ def _with_values(old: RunConfig, different: Collection[str]) -> str:
 def read_run(folder: Path) -> dict[str, Any]:
     """Return what `run.yaml` in the folder of a run says, as this version would write it.
 
-    In files without `data.eval.seed` the seed of the training chose the held-out documents.
+    In files without `data.eval.seed`, `training.seed` chose the held-out documents and is used.
     """
     saved = read_run_file(folder)
     section = {"seed": saved["training"].get("seed", 42), **(saved["data"].get("eval") or {})}
-    gone = ("dataloader_persistent_workers", "ignore_data_skip")  # which must be false now
+    gone = ("dataloader_persistent_workers", "ignore_data_skip")  # these must be false now
     training = {k: value for k, value in saved["training"].items() if not value or k not in gone}
     return {**saved, "data": {**saved["data"], "eval": section}, "training": training}
 
@@ -202,7 +202,7 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
     max_steps, schedule = run.training["max_steps"], run.schedule
     kind = str(run.training.get("lr_scheduler_type"))
     given = 0 if kind == "constant" else run.training.get("warmup_steps", 0)
-    # TrainingArguments compute it so; making some here would reset the state of accelerate.
+    # As in TrainingArguments; making an instance here would reset the state of accelerate.
     warmup = int(given) if given >= 1 else math.ceil(max_steps * given)
     if schedule is not None and not warmup:
         warmup, _ = schedule.phase_steps(max_steps)
@@ -228,7 +228,7 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
 def _batch_keys(run: RunConfig) -> set[str]:
     """Return the keys that may change as long as the number of rows in a step does not."""
     losses = [term.loss for term in run.loss.terms] if isinstance(run.loss, SumLoss) else [run.loss]
-    # Its negatives are the other labels of a micro-batch.
+    # InfoNCE's negatives are the other labels of a micro-batch.
     is_fixed = any(isinstance(loss, InfoNCELoss) for loss in losses)
     return {ACCUMULATION} if is_fixed else {ACCUMULATION, ROWS}
 
@@ -249,9 +249,9 @@ def changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether the run in a folder never completed a checkpoint, and another may write over it.
+    """Whether the run in a folder never completed a checkpoint, so that another may overwrite it.
 
-    It may not if a file is there that no run writes so early, such as a `run.yaml` of the user's.
+    Not if the folder has a file that no run writes so early, such as a user's own `run.yaml`.
     """
     checkpoints = all_checkpoints(folder)
     other_paths = {*folder.iterdir()}.difference(checkpoints)
@@ -342,18 +342,18 @@ def locked(folder: Path) -> Generator[None]:
 
 
 def _close(*handles: int) -> None:
-    """Close folders that are still open here."""
+    """Close those handles of locked folders that are still open."""
     for handle in _locks.intersection(handles):
         _locks.remove(handle)
         os.close(handle)
 
 
-# A forked worker of data would hold the lock of a process that was killed while it forked.
+# A forked data worker that outlives a killed process would keep the folder locked.
 os.register_at_fork(after_in_child=lambda: _close(*_locks))
 
 
 def _flock(handle: int) -> bool:
-    """Lock an open folder; return whether nobody else holds it."""
+    """Lock an open folder; return False if another process holds the lock."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -375,7 +375,7 @@ def is_finished(run: RunConfig) -> bool:
         check_saved(run.output_dir)
         read_results(run.output_dir / "config.json")
         tokenizer = read_results(run.output_dir / "tokenizer_config.json")
-        if tokenizer.get("backend") == "tokenizers":  # others have other files, or none
+        if tokenizer.get("backend") == "tokenizers":  # other backends have other files, or none
             read_results(run.output_dir / "tokenizer.json")
     except ValueError as error:
         logger.warning("The model is made again, from the last whole checkpoint. %s", error)
@@ -384,5 +384,5 @@ def is_finished(run: RunConfig) -> bool:
 
 
 def results_path(output_dir: Path) -> Path:
-    """Where the numbers of a run are."""
+    """Return the path of a run's results."""
     return output_dir / "results" / f"{RESULTS_NAME}.json"

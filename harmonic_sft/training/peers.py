@@ -14,17 +14,16 @@ from harmonic_sft.training.callbacks import StoppedError
 
 logger = logging.getLogger(__name__)
 STARTED = "harmonic_sft/started/{}"  # how many exchanges a process has started
-WARNING = 0.8  # share of the timeout: before NCCL ends the process
+WARNING = 0.8  # share of the timeout, to warn before NCCL ends the process
 
 
 @contextmanager
 def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
-    """Say which processes did not answer, when this one has waited for `ddp_timeout` seconds.
+    """Raise an error that names the processes that did not answer within `ddp_timeout` seconds.
 
-    It also says what to do where DistributedDataParallel misses a gradient.
-
-    The error comes with gloo, on CPUs. NCCL ends a process that waited, and names none: the log
-    has named those that are behind by then.
+    This error comes with gloo, on CPUs. NCCL ends the process that waited and names no other, but
+    by then the log has named those that are behind. Another error says what to do if
+    DistributedDataParallel misses a gradient.
     """
     if args.world_size == 1:
         yield
@@ -44,7 +43,7 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
             ) from error
         if "imed out" not in str(error):
             raise
-        # The store of process 0 does not answer either, unless torchrun holds it.
+        # `behind` is empty if process 0 is silent and holds the store, as it does without torchrun.
         raise StoppedError(
             f"training: expected every process to answer within training.ddp_timeout, "
             f"{args.ddp_timeout} seconds, got no answer from {behind or [0]} of {args.world_size}, "
@@ -55,7 +54,7 @@ def naming_silent_peers(args: TrainingArguments) -> Generator[None]:
 
 
 def _watch(args: TrainingArguments, ended: threading.Event, behind: list[int]) -> None:
-    """Find which processes have started fewer exchanges than this one, when it has waited long."""
+    """After a long wait log which processes have started fewer exchanges; put them in `behind`."""
     store = distributed.distributed_c10d._get_default_store()
     group: Any = distributed.distributed_c10d._get_default_group()
     own, since, is_said = -1, time.monotonic(), False

@@ -1,4 +1,4 @@
-"""Makes what `HarmonicTrainer` trains of its arguments: the model with its head, and the rows."""
+"""Makes what `HarmonicTrainer` trains from its arguments: the model with its head, and the rows."""
 
 import logging
 import os
@@ -109,7 +109,7 @@ class Preparation:
         self._given_tokenizer = tokenizer
         self.makes_rows = collator is None
         self.collator = collator
-        self._labels: list[str] | None = None  # of a classifier
+        self._labels: list[str] | None = None  # class names of a classifier
         if isinstance(model, str):
             self._base = load_base_config(ModelConfig(base=model, revision=args.revision))
         else:
@@ -223,7 +223,7 @@ class Preparation:
             # The training rows: evaluating them would change their epoch, and so their masks.
             return MaskedRows(data.rows, data.masker, packs=data.packs, fixed_epoch=EVAL_EPOCH)
         if not self._is_raw(data, EVAL_NAME):
-            # Of a stream of unknown length several processes would score some rows twice.
+            # Several processes would score some rows of a stream of unknown length twice.
             is_stream = isinstance(data, IterableDataset | datasets.IterableDataset)
             return list(data) if is_stream and self.args.world_size > 1 else data
         return self._load_rows(data, EVAL_NAME).eval
@@ -405,7 +405,7 @@ class Preparation:
         )
 
     def _classifier(self, train: MaskedRows) -> HarmonicClassifier:
-        """Put a head over the classes on the base, its prototypes where the run says."""
+        """Put a head over the classes on the base, with prototypes that start as the run says."""
         run, model_class = self.config, CLASSIFIERS[self.config.model.task]
         if self._labels is None:
             raise ValueError(
@@ -505,7 +505,7 @@ def _check_stream(data: datasets.IterableDataset) -> None:
 
 @torch.no_grad()
 def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]]) -> Tensor:
-    """Return the mean of the frozen features of every class, by the weights of rows.
+    """Return the mean of the frozen features of every class, weighted by row.
 
     For a head on the unit sphere the features are normalized first, so that the normalized mean is
     the direction of highest likelihood under a von Mises-Fisher distribution.
@@ -529,7 +529,7 @@ def class_means(model: HarmonicClassifier, batches: Iterable[dict[str, Tensor]])
         weights = weights[batch["labels"] != IGNORE_INDEX].cpu().double()  # [N]
         weights = weights.clamp_min(1e-12)  # rows of weight 0 count in a class without others
         part, states = head, states.to(head.weight.device)
-        while isinstance(part, MappedHead):  # which compares what it makes of them
+        while isinstance(part, MappedHead):  # it compares mapped states
             part, states = part.inner, part.mapped(states)
         features = states.cpu().double()
         features = normalize(features, dim=-1) if on_sphere else features
@@ -572,7 +572,7 @@ def prepare_model_(model: HarmonicHeadModel, run: RunConfig, old_head: Head | No
 def _check_loaded(
     model: HarmonicHeadModel, args: HarmonicTrainingArguments, run: RunConfig
 ) -> None:
-    """Refuse arguments that a model which is loaded already cannot follow."""
+    """Refuse arguments that cannot change a model that is loaded already."""
     check_class(model.dist_head)  # now: saving, after the training, would refuse it
     asked, task = run.model, task_of(model, model.config, None)
     learns = any("log_steepness" in name for name, _ in model.dist_head.named_parameters())

@@ -1,4 +1,4 @@
-"""What a run would train, on what and in how much memory: nothing is loaded or computed."""
+"""What a run would train, on what data and in how much memory; no weights are loaded."""
 
 import copy
 import logging
@@ -37,7 +37,7 @@ NEOBERT = "chandar-lab/NeoBERT"
 
 
 def dry_run(run: RunConfig) -> None:
-    """Print the resolved plan, the parameter table and a memory estimate; load no weights."""
+    """Print the configuration, the parameter table and a memory estimate; load no weights."""
     check_run(run)
     config = _base_config(run)
     check_base_config(run, config)
@@ -57,7 +57,7 @@ def dry_run(run: RunConfig) -> None:
 
 
 def _base_config(run: RunConfig) -> PreTrainedConfig:
-    """Without a network NeoBERT's published configuration is known: ours has its values."""
+    """Load the base's configuration; without a network NeoBERT's is known: ours has its values."""
     try:
         return load_base_config(run.model)
     except ValueError:
@@ -99,7 +99,7 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation and count the storages of its results, but those of its arguments."""
+        """Run an operation and count the storages of its results, except those of arguments."""
         result = func(*args, **(kwargs or {}))
         given = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(result):
@@ -123,11 +123,11 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 def build_fake_model(run: RunConfig, config: PreTrainedConfig) -> HarmonicHeadModel:
     """Build the run's model without memory; call it under a `FakeTensorMode`.
 
-    How many classes a classifier has only its data would tell: it gets two.
+    A classifier gets two classes, since only its data would tell how many it has.
     """
     config = copy.deepcopy(config.get_text_config())
-    config.dtype = getattr(torch, run.model.dtype)  # transformers builds what it says
-    # No values, at which the initialization of ModernBERT, for one, would look.
+    config.dtype = getattr(torch, run.model.dtype)  # transformers builds the model in it
+    # Fake tensors have no values, which some initializations read, such as ModernBERT's.
     with local_torch_dtype(config.dtype), no_init_weights():
         model = MODELS[run.model.task](
             HarmonicConfig(

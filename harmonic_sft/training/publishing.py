@@ -47,14 +47,14 @@ def finish_pushes(callbacks: Sequence[TrainerCallback]) -> None:
 class PushCallback(TrainerCallback):
     """Pushes every checkpoint as it is saved, beside the training.
 
-    A checkpoint is copied first, since the trainer may delete it; it is left out while an earlier
-    one is still being pushed. A failure is a warning, and training continues.
+    A checkpoint is copied first, since the trainer may delete it; it is not pushed while an earlier
+    one is still on its way. A failure is a warning, and training continues.
     """
 
     def __init__(self, to: Destination):
         self.to = to
         self._pushing = Thread()  # the last push
-        self._is_checked = False  # whether the base completes what is pushed
+        self._is_checked = False  # that the base completes what is pushed
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any
@@ -90,7 +90,7 @@ class PushCallback(TrainerCallback):
                 except Exception as error:
                     self._warn(folder, error)
 
-        # A daemon: one that was given up must not hold the interpreter's end.
+        # A daemon, so that a push that was given up does not keep the interpreter alive.
         self._pushing = Thread(target=send, name="push", daemon=True)
         self._pushing.start()
 

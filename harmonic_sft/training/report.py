@@ -32,7 +32,7 @@ PREDICTED = {
 }
 ROW_NAMES = {"old_head": "the base's own head", "swapped": "new head"}
 MIB, GIB = 2**20, 2**30
-DEVICE_GIB = 24  # of the GPU that an estimate is compared with where there is none
+DEVICE_GIB = 24  # of the GPU that is assumed where there is none
 METRIC_NOTE = (
     "(*) Best post-hoc h_exp; for a head without one, its best inverse temperature. The loss "
     "beside it is that of each half of the documents at the value fitted on the other half; with "
@@ -95,7 +95,7 @@ def log_data(data: LoadedData) -> None:
 
 
 def log_left_out(data: LoadedData) -> None:
-    """Log what of the documents could not be used."""
+    """Log which tokens and rows could not be used."""
     if tokens := data.bad_rows.unscored_tokens:
         logger.info("Left out: %d tokens of chunks in which nothing may be predicted.", tokens)
     if first := data.bad_rows.first:
@@ -116,7 +116,7 @@ def show_parts(run: RunConfig, rows: Sequence[Part]) -> None:
 
 
 def show_estimate(estimate: dict[str, int], *, batch: str) -> None:
-    """Print the memory of one step and whether the GPU has it; without one, one of 24 GiB."""
+    """Print the memory of one step and whether it fits the GPU, or 24 GiB if there is no GPU."""
     total = sum(estimate.values())
     rows = [(name, f"{size / GIB:.2f}") for name, size in {**estimate, "total": total}.items()]
     show_table(f"One step of {batch}, estimated", ["what", "GiB"], rows)

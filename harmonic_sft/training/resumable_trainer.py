@@ -117,7 +117,7 @@ class ResumableTrainer(Trainer):
         self._empty_at_start = folder if is_empty(folder) else None
         self.claimed: Path | None = None  # the output folder, once it belongs to this run
         self._claim: bytes | None = None  # the configuration that says so
-        self._is_at_work = self._is_own = False  # in `at_work`; a run continues in its own folder
+        self._is_at_work = self._is_own = False  # inside `at_work`; a run continues in its folder
         self._last_trained: Path | None = None  # output folder of the last `train`
         self._resumed_best: str | None = None  # the best checkpoint when the run was resumed
         self._num_kept: int | None = None  # args.save_total_limit, which is None while training
@@ -127,7 +127,7 @@ class ResumableTrainer(Trainer):
     def at_work(self, *, resume: bool = False, claims: bool = True) -> Generator[None]:
         """Make the output folder this run's alone, name silent processes, and wait for pushes.
 
-        A trial of a search claims no folder. Inside such a block it does nothing.
+        A trial of a search claims no folder. A nested block does nothing.
         """
         folder = Path(str(self.args.output_dir))
         if self._is_at_work:
@@ -136,7 +136,7 @@ class ResumableTrainer(Trainer):
         if claims and folder.expanduser() != self.run_config.output_dir:
             self.run_config = self._preparation.configure_trial()  # changed after `__init__`
         run = replace(self.run_config, resume=resume)
-        # What is now in a folder that was empty, such as metrics, was written by this trainer.
+        # If the folder was empty at the start, this trainer wrote what it holds, such as metrics.
         is_main, claims = PartialState().is_main_process, claims and self.claimed != folder
         if is_main and claims and self._empty_at_start != folder:
             check_output_folder(run)
@@ -169,8 +169,8 @@ class ResumableTrainer(Trainer):
             ignore_keys_for_eval: Outputs of the model that evaluations do not gather.
 
         Raises:
-            ValueError: The output folder holds another run, no whole checkpoint, or one of steps
-                with another number of rows; or another process trains in it.
+            ValueError: The output folder holds another run, no whole checkpoint, or a checkpoint
+                with another number of rows per step; or another process trains in it.
             StoppedError: Loss or gradients are not finite, one row does not fit into memory, or
                 another process does not answer.
             SystemExit: A SIGTERM came; the current step was completed and saved.
@@ -227,8 +227,8 @@ class ResumableTrainer(Trainer):
             self._is_own = checkpoint.resolve().parent == Path(str(args.output_dir)).resolve()
             accumulation = same_accumulation(checkpoint, args)
             load_neighbors_(checkpoint, self.model.loss_fn)
-        # Checkpoints are deleted in `_save_checkpoint`: transformers would go by modification times
-        # and delete before the manifest is there, at the end all but the best checkpoint.
+        # `_save_checkpoint` deletes old checkpoints: transformers would go by modification times,
+        # delete before the manifest is there and, at the end, delete all but the best checkpoint.
         self._num_kept = args.save_total_limit
         with (
             self._termination.listening(is_asked=args.enable_jit_checkpoint),
@@ -267,7 +267,7 @@ class ResumableTrainer(Trainer):
     def rows_sha256(self) -> str | None:
         """The checksum of the training rows; for a stream that of the tokenizer's vocabulary.
 
-        For rows of the user's own it is their number, None if that is unknown.
+        For rows that are not ours it is their number, None if that is unknown.
         """
         rows = self.train_dataset
         if isinstance(rows, MaskedRows):
@@ -322,7 +322,7 @@ class ResumableTrainer(Trainer):
                 self._globalstep_last_logged = last
 
     def _load_callback_state(self) -> None:
-        """Restore the counters of callbacks and, of a run that was moved, the best checkpoint."""
+        """Restore counters of callbacks and, if the run was moved, the best checkpoint's path."""
         super()._load_callback_state()
         for callback in self.callback_handler.callbacks:
             state = cast(dict, self.state.stateful_callbacks).get(type(callback).__name__)
@@ -361,10 +361,10 @@ class ResumableTrainer(Trainer):
             rotate(folder.parent, keep=self._num_kept, protected=[folder, best])
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Note a new best, which is saved if it is loaded at the end, whatever else is saved.
+        """Note a new best model, and save it if the best one is loaded at the end.
 
-        transformers lets it have no checkpoint if saves are rarer than evaluations, and with
-        `save_strategy="best"` saves it alone: the last steps before a SIGTERM would be lost.
+        transformers saves no checkpoint of it if saves are rarer than evaluations. With
+        `save_strategy="best"` it saves nothing else, and the last steps before a SIGTERM are lost.
         """
         is_best = super()._determine_best_metric(metrics, trial)
         self.control.should_save |= is_best and self.args.load_best_model_at_end
@@ -373,7 +373,7 @@ class ResumableTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load the weights; refuse other frozen ones, since a teacher was made of those already."""
+        """Load the weights; refuse other frozen ones, since a teacher may share the model's."""
         folder = Path(resume_from_checkpoint)
         check_frozen(self.model, folder)
         before = HarmonicConfig.from_pretrained(folder).transformers_version

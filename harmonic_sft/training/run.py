@@ -158,7 +158,7 @@ def prepare(run: RunConfig) -> tuple[HarmonicTrainer, LoadedData]:
         if "install" not in str(error):
             raise
         raise ValueError(f"training: expected what it asks for to be installed. {error}") from error
-    trainer.run_config = run  # its own has other sources of data and section hub
+    trainer.run_config = run  # its own has other data sources and hub settings
     return trainer, data
 
 
@@ -214,7 +214,7 @@ def _measure_before(
 
 def _neighbors(trainer: HarmonicTrainer, data: LoadedData) -> dict[str, list[str]]:
     if data.labels is not None:
-        return {}  # its prototypes are not words
+        return {}  # a classifier's prototypes are not words
     head, words = trainer.model.dist_head, trainer.run_config.neighbors
     return nearest_prototypes(head, trainer.processing_class, words)
 
@@ -223,8 +223,8 @@ def _train(trainer: HarmonicTrainer, checkpoint: Path | None) -> dict[str, Any]:
     """Train, or continue, to the last step; evaluate and save the model.
 
     Returns:
-        `final`, the metrics, with the seconds and the speed of this session. Speed counts tokens
-        without padding, and the time of evaluations too.
+        `final`, the metrics, with the seconds, the speed and the share of time spent waiting for
+        data in this session. Speed counts tokens without padding; its time includes evaluations.
     """
     # So that dropout is the same whether the first evaluation was made now or read.
     set_seed(trainer.args.seed)
@@ -297,7 +297,7 @@ def _history(before: dict[str, float], log: list[dict[str, float]]) -> list[dict
 
 
 def _left_out(trainer: HarmonicTrainer, data: LoadedData) -> tuple[dict[str, Any], Duplicates]:
-    """Return the results on rows left out, of all processes, and the copies of held-out ones."""
+    """Return what all processes left out, and how many copies of held-out documents they read."""
     place = trainer.stream_place
     states = gather_object([] if place is None else [place.state])
     rows, reasons, duplicates = data.left_out(merge(states)["streams"])

@@ -118,7 +118,7 @@ class ModelConfig:
 class HeadConfig(BaseModel):
     """The output head, {name: dist, ...}; `harmonic-sft config head.dist` explains its keys.
 
-    A model, unlike the other sections, because only pydantic's models keep keys they do not name.
+    It is a pydantic model, and not a dataclass like other sections, to keep keys it does not name.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="constants")
@@ -231,8 +231,8 @@ class ScheduleConfig:
     def phase_steps(self, total: int, *, warmup_steps: int = 0) -> tuple[int, int]:
         """Return how many steps of a run warm up and how many decay.
 
-        A phase whose ratio is above 0 has at least one; a run of one step decays. `warmup_steps`
-        above 0 stand in place of their ratio, and the decay takes what is left.
+        A phase whose ratio is above 0 has at least one step; a run of one step only decays.
+        `warmup_steps` above 0 replace the warmup ratio, and the decay gets at most what is left.
         """
         warmup = max(round(total * self.warmup_ratio), int(self.warmup_ratio > 0))
         decay = max(round(total * self.decay_ratio), int(self.decay_ratio > 0))
@@ -397,8 +397,8 @@ def load_run_config(
     Args:
         path: The file; its name gives the default `training.output_dir`, `runs/NAME`.
         overrides: `key.key=value`, each read as YAML.
-        head: The name of another head, in place of the sections head and loss, and of h_exp for
-            one without an exponent.
+        head: The name of a head that replaces the sections head and loss. It replaces h_exp too,
+            unless it is dist.
 
     Raises:
         ValueError: One line per problem, with the nearest valid key for an unknown one.
@@ -418,7 +418,7 @@ def load_run_config(
 
 
 def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a run; the NeoBERT recipe's replace missing head, h_exp and loss.
+    """Return the settings of a run with missing head, h_exp and loss from the NeoBERT recipe.
 
     `head` and `loss` may be names; all three may be None.
     """
@@ -433,9 +433,9 @@ def fill_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_inner_head(overrides: Sequence[str], head: Any) -> list[str]:
-    """Return overrides in which `head.KEY` of a head that was only named is its own key.
+    """Return overrides with `head.KEY` as `head.inner.KEY` if `head` has a head inside it.
 
-    `head` is what `behind_transform` returned; any other head's overrides stay as they are.
+    `head` is what `behind_transform` returned; for any other head the overrides stay as they are.
     """
     if not isinstance(head, Mapping) or "inner" not in head:
         return list(overrides)
@@ -450,7 +450,7 @@ def for_inner_head(overrides: Sequence[str], head: Any) -> list[str]:
 
 def _checked_head(name: Any, options: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Check the name of a head, names and types of its options, and a head inside it."""
-    # Now: a script may have added one of its own.
+    # Looked up now, since a script may have added a head of its own.
     if not isinstance(name, str) or name not in HEADS:
         place, nearest = f"{prefix}.name".lstrip("."), did_you_mean(str(name), list(HEADS))
         raise ValueError(f"{place}: expected one of {list(HEADS)}, got {name!r}{nearest}")

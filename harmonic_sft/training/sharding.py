@@ -14,23 +14,23 @@ from harmonic_sft.models import HarmonicHeadModel, find_blocks
 def shard_(model: HarmonicHeadModel, mesh: DeviceMesh, *, dtype: torch.dtype | None = None) -> None:
     """Shard every block, the head, and the rest over processes, with `fully_shard`.
 
-    Losses call methods of the head and read its weight, so gathering it for `forward` alone would
-    leave them a shard. It is gathered for those methods, and kept until the backward pass.
+    Losses call methods of the head and read its weight. If it were gathered for `forward` alone,
+    they would see a shard, so it is gathered for these methods and kept until the backward pass.
 
     Args:
         model: Changed in place; make the optimizer afterwards.
-        mesh: Of the processes.
-        dtype: What the backbone computes in; default: what its weights are. The head computes in
-            float32.
+        mesh: The processes to shard over.
+        dtype: Dtype that the backbone computes in; default: that of its weights. The head computes
+            in float32.
 
     Raises:
-        ValueError: The head shares its weight with embeddings that compute in 16 bits, or its loss
-            is made of plain logits.
+        ValueError: The head shares its weight with embeddings that compute in 16 bits, or its
+            `lazy_logits` is None.
     """
     weight = model.dist_head.weight
     with torch.no_grad():
         lazy = model.dist_head.lazy_logits(weight.new_empty(1, weight.shape[1]))
-    if lazy is None:  # gathered for a method that returns nothing, it would get no gradient
+    if lazy is None:  # gathered for a method that returns None it would get no gradient
         raise ValueError(
             "dist_head: expected a head of dot products, cosines or distances in shards, got "
             f"{model.dist_head.settings()}, whose weighted losses would not train it"

@@ -25,7 +25,7 @@ LANGUAGE_MODELS: dict[str, type[HarmonicLanguageModel]] = {
 }
 MODELS: dict[str, type[HarmonicHeadModel]] = {**LANGUAGE_MODELS, **CLASSIFIERS}
 TASKS = {model_class.__name__: task for task, model_class in MODELS.items()}
-CLASSIFIER_NAMES = (  # ends of transformers' names
+CLASSIFIER_NAMES = (  # suffixes of transformers' classes
     "ForSequenceClassification",
     "ForTokenClassification",
     "ForQuestionAnswering",

@@ -209,7 +209,7 @@ class HarmonicTrainer(ResumableTrainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """Wrap the model in DistributedDataParallel, also after an evaluation.
 
-        `evaluation_loop` of transformers 5.23 lets accelerate prepare it without
+        In transformers 5.23 `evaluation_loop` lets accelerate prepare the model without
         DistributedDataParallel, and accelerate prepares no model twice: every process would train
         alone.
         """
@@ -232,14 +232,15 @@ class HarmonicTrainer(ResumableTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Search as transformers does, every trial with a model that is loaded again.
+        """Search as transformers does, but load the model again for every trial.
 
-        The default of `compute_objective` is the loss at the best exponent, or the user's own loss;
-        that of transformers is the sum of all metrics.
+        By default `compute_objective` is the loss at the best exponent, or the user's own loss;
+        transformers would take the sum of all metrics.
 
         Raises:
-            ValueError: The trainer was given a model, which a trial would change, no `hp_space`, a
-                trial asks for other rows, or several data sets have no `compute_objective`.
+            ValueError: The trainer was given a model, which trials would change; `hp_space` is
+                missing; a trial asks for other rows; or `compute_objective` is missing for several
+                data sets.
         """
         if hp_space is None:
             raise ValueError(
@@ -273,9 +274,9 @@ class HarmonicTrainer(ResumableTrainer):
 
     def _load_again(self, trial: Any) -> HarmonicHeadModel:
         """Load the model as the arguments of a trial say."""
-        self._hp_search_setup(trial)  # transformers calls it after this
+        self._hp_search_setup(trial)  # transformers calls it only later
         self.run_config = config = self._preparation.configure_trial()
-        # Read once by transformers, or not again after the last trial.
+        # transformers reads these once, or not again after the last trial.
         self._train_batch_size = self.args.train_batch_size
         self.neftune_noise_alpha = self.args.neftune_noise_alpha
         self._head_callback.h_exp = None if config.learns_h_exp else config.h_exp
@@ -312,7 +313,7 @@ class HarmonicTrainer(ResumableTrainer):
         return self._termination.keep_workers_(loader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Return batches of a data set or of the one so named; text is tokenized and masked."""
+        """Return batches of a data set, given itself or by name; text is tokenized and masked."""
         if isinstance(eval_dataset, str):
             eval_dataset = cast(dict, self.eval_dataset)[eval_dataset]
         return super().get_eval_dataloader(self._preparation.eval_rows(eval_dataset))
@@ -337,7 +338,7 @@ class HarmonicTrainer(ResumableTrainer):
         batches, num_items = super().get_batch_samples(iter(batches), num_batches, device)
         self.data_seconds += time.perf_counter() - start
         self._memory.batches, self._losses = [], []
-        # A user's loader has none.
+        # Batches of a user's own loader have no count.
         num_tokens = sum(batch.pop("num_tokens", 0) for batch in batches)
         if self.args.world_size > 1:
             counted = torch.tensor([[num_tokens, self._termination.received]], device=device)
@@ -429,7 +430,7 @@ class HarmonicTrainer(ResumableTrainer):
         ]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log with a loss the exponent that its step used, or the learned one as it is now."""
+        """Log the exponent beside a loss: that of its step, or the learned one as it is now."""
         # transformers would count the epochs of a stream from the step it was resumed at.
         if self.stream_place is not None and self.state.max_steps:
             self.state.epoch = self.state.global_step / self.state.max_steps
@@ -441,7 +442,7 @@ class HarmonicTrainer(ResumableTrainer):
 
     @property
     def _has_own_loss(self) -> bool:
-        """Whether `compute_loss_func`, or `compute_loss` of a subclass, is trained on."""
+        """Whether the loss is a user's: `compute_loss_func` or a subclass's `compute_loss`."""
         is_ours = type(self).compute_loss is HarmonicTrainer.compute_loss
         return self.compute_loss_func is not None or not is_ours
 
@@ -547,7 +548,7 @@ class HarmonicTrainer(ResumableTrainer):
         reads_again = not prediction_loss_only or self._has_own_loss
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
-        seed = torch.default_generator.manual_seed  # of collators that mask at random
+        seed = torch.default_generator.manual_seed  # for collators that mask at random
         seed(self.args.seed)
         inputs = self._head_inputs(dataloader, counts=not reads_again)
         scores = score(self.model, inputs, self._gather_scores)
@@ -573,7 +574,7 @@ class HarmonicTrainer(ResumableTrainer):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield hidden states and labels of every batch whose labels are classes of the head.
 
-        If it `counts`, callbacks see every batch: of data that is read twice, only the second time.
+        With `counts` callbacks see every batch; data that is read twice counts the second time.
         """
         for batch in dataloader:
             batch = self._prepare_inputs(batch)
@@ -611,10 +612,10 @@ class HarmonicTrainer(ResumableTrainer):
             token: Has to be None; `hf auth login` keeps it.
             revision: The branch; default: `hub_revision`, else main.
             private: Create the repo as a private one; default: `hub_private_repo`.
-            kwargs: What scripts say for transformers' card; ours is made of the run.
+            kwargs: Ignored. Scripts pass what transformers' card says; ours is made from the run.
 
         Returns:
-            The address of the commit; of other processes than the first, nothing.
+            The address of the commit; in other processes than the first an empty string.
 
         Raises:
             ValueError: Bad input; nothing was sent.
@@ -651,7 +652,7 @@ class HarmonicTrainer(ResumableTrainer):
 
 
 def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
-    """Refuse rows of which `dataloader_drop_last` leaves no batch."""
+    """Refuse fewer rows than a batch with `dataloader_drop_last`, which would leave none."""
     size = rows_at_once(args)
     if args.dataloader_drop_last and isinstance(rows, Sized) and len(rows) < size:
         raise ValueError(
@@ -661,7 +662,7 @@ def _check_batch(rows: Any, args: HarmonicTrainingArguments) -> None:
 
 
 def _check_best_metric(model: HarmonicHeadModel, args: HarmonicTrainingArguments) -> None:
-    """Refuse to choose checkpoints by a metric of classes where the labels are none."""
+    """Refuse to choose checkpoints by a metric of classes if the labels are not classes."""
     name = args.metric_for_best_model or "loss"
     if metric_of(name) is None:
         raise ValueError(

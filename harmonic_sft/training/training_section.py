@@ -29,8 +29,8 @@ DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.0,
     "logging_steps": 10,
     "save_total_limit": 3,
-    "enable_jit_checkpoint": True,  # ours: at the end of a step
-    "ddp_find_unused_parameters": False,  # frozen ones are known not to take part
+    "enable_jit_checkpoint": True,  # our own callback, at the end of a step
+    "ddp_find_unused_parameters": False,  # DDP needs no search to ignore frozen ones
     "seed": 42,
 }
 FORCED: dict[str, tuple[Any, str]] = {  # the value, and why
@@ -101,7 +101,7 @@ def checked_training(run: "RunConfig") -> dict[str, Any]:
     """Return the arguments for transformers, converted to their types, over our defaults.
 
     Raises:
-        ValueError: A key is not known or refused, or a value is wrong.
+        ValueError: A key is unknown or refused, or a value is wrong.
     """
     from transformers import TrainingArguments
 

@@ -39,13 +39,13 @@ from harmonic_sft.training.trainer import HarmonicTrainer
 
 logger = logging.getLogger(__name__)
 STEPS, ROWS, LENGTH = 12, 4, 128  # optimizer steps, rows of a step, most tokens of a row
-STOPPED_AFTER = 5  # steps: in the middle of an epoch, which has three
-DOCUMENTS, PER_CLASS = 128, 8  # that are read, and of each class of a classifier
-CHECKED_ROWS = 64  # of which the load check takes the loss
-# Largest relative difference of a loss where sums are taken in another order; of a gradient norm,
-# which is a difference of large sums, ten times as much.
+STOPPED_AFTER = 5  # steps: an epoch has three, so in the middle of one
+DOCUMENTS, PER_CLASS = 128, 8  # documents read; for a classifier, rows of each class
+CHECKED_ROWS = 64  # rows whose loss the check of the base takes
+# Largest relative difference of losses whose sums are taken in another order. Gradient norms may
+# differ ten times as much, since they are differences of large sums.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-3}
-QUANTITIES = {"loss": 1, "grad_norm": 10}  # of a log entry, and how many tolerances each may take
+QUANTITIES = {"loss": 1, "grad_norm": 10}  # keys of a log entry; factors on the tolerance
 SHORT: dict[str, Any] = {  # arguments of every training here
     "max_steps": STEPS,
     "warmup_steps": 0,  # a long warmup would hide what a step does
@@ -62,12 +62,12 @@ SHORT: dict[str, Any] = {  # arguments of every training here
 class Way(NamedTuple):
     """How to take the same short training."""
 
-    micro_batches: int = 1  # that an optimizer step accumulates over
+    micro_batches: int = 1  # per optimizer step
     num_processes: int = 1  # that share a step
     is_whole: bool = False  # every step reads all rows, so that their order does not matter
     packing: bool = False
     streaming: bool = False  # the rows are read while training
-    has_dropout: bool = False  # that of the file; other micro-batches draw other masks
+    has_dropout: bool = False  # as in the file; other micro-batches would draw other masks
     is_stopped: bool = False  # another trainer continues from a checkpoint, to the same bits
 
 
@@ -81,7 +81,7 @@ PAIRS = {  # of ways that have to agree
 
 
 class FirstRows(list[Row]):
-    """Rows of a source; a column that is not read may hold what no table would take."""
+    """Rows of a source as a list, since columns that are not read may hold what no table takes."""
 
     def __init__(self, rows: list[Row], features: Any):
         super().__init__(rows)
@@ -89,7 +89,7 @@ class FirstRows(list[Row]):
 
 
 class Material(NamedTuple):
-    """What is trained on: rows of many lengths, and what makes batches of them if they have one."""
+    """What is trained on: rows of many lengths, and their collator if they have one."""
 
     rows: Any
     collator: Any = None
@@ -102,7 +102,7 @@ class StopAfter(TrainerCallback):
         self.step = step
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Stop there."""
+        """Save and stop after that step."""
         if state.global_step == self.step:
             control.should_save = control.should_training_stop = True
 
@@ -111,7 +111,7 @@ def verify(run: RunConfig) -> dict[str, Any]:
     """Compare ways of training that have to agree, with the model and the data of a run.
 
     Every way is the same short training with one thing changed, in a temporary folder beside the
-    run's. Of a finished run the results, and so its card, get the verdicts.
+    run's. If the run is finished, its results, and so its card, get the verdicts.
 
     Args:
         run: The checked configuration.
@@ -129,7 +129,7 @@ def verify(run: RunConfig) -> dict[str, Any]:
             tokenizer, data = load_run_data(_short_data(run))
             material = _material(data, tokenizer, min(LENGTH, run.data.context_length))
             base = _check_base(run, data, Path(scratch, "base"))
-        with _without(logging.WARNING):  # the check of the base has given them
+        with _without(logging.WARNING):  # the check of the base has shown them
             pairs = _compared(run, material, Path(scratch))
     results = {
         "run": run.output_dir.name,
@@ -155,7 +155,7 @@ def verify(run: RunConfig) -> dict[str, Any]:
 
 @contextmanager
 def _without(level: int) -> Generator[None]:
-    """Leave out what every short training would say again, up to a level of logging."""
+    """Silence logging up to a level, since every short training would repeat its messages."""
     before = logging.root.manager.disable
     logging.disable(level)
     try:
@@ -187,7 +187,7 @@ def _first_documents(run: RunConfig, index: int) -> GivenSource:
         if label_column is None and len(rows) == DOCUMENTS:
             break
         label = str(row.get(label_column))
-        # Rows may be sorted by class; some of every class are taken, then.
+        # Rows may be sorted by class, so some of every class are taken.
         if BAD not in row and (label_column is None or counts[label] < PER_CLASS):
             counts[label] += 1
             rows.append({key: row[key] for key in row if key not in (NUMBER, PLACE)})
@@ -214,7 +214,7 @@ def _check_base(run: RunConfig, data: LoadedData, folder: Path) -> dict[str, flo
 
 
 def _material(data: LoadedData, tokenizer: Any, length: int) -> Material:
-    """Return rows of many lengths; of text as tokens, which can be packed and streamed."""
+    """Return rows of many lengths; text becomes tokens, which can be packed and streamed."""
     if data.labels is not None:
         material = Material(data.train, data.collator)
     else:
@@ -222,7 +222,7 @@ def _material(data: LoadedData, tokenizer: Any, length: int) -> Material:
         special, found = SpecialTokens.of(tokenizer), []
         around = len(special.prefix), len(special.suffix)  # of every row
         for row in data.train.rows:
-            # Every fourth row keeps its length; of the others the end stays, where completions are.
+            # Every fourth row keeps its length; others keep their end, where completions are.
             kept = max(1, length * (1 + len(found) % 4) // 4 - sum(around))
             inner = slice(around[0], len(row["input_ids"]) - around[1])
             body = row["input_ids"][inner][-kept:]
@@ -245,14 +245,14 @@ def _material(data: LoadedData, tokenizer: Any, length: int) -> Material:
 
 
 def _compared(run: RunConfig, material: Material, folder: Path) -> list[dict[str, Any]]:
-    """Train in every way once and return how far those of a pair differ."""
+    """Train in every way once and return how far the two ways of each pair differ."""
     is_16_bit = "bfloat16" in (run.model.dtype, run.model.unfreeze.dtype)
     on_cpu = run.training_arguments().device.type == "cpu"
     taken: dict[Way, list[dict[str, float]]] = {}
     results: list[dict[str, Any]] = []
     is_stream = any(source.streaming for source in run.data.sources)
     for name, pair in PAIRS.items():
-        # A resume is tried with rows that are read as those of the run.
+        # The resume reads its rows as the run does, from a table or a stream.
         first, second = (
             way._replace(streaming=way.streaming or (is_stream and way.has_dropout)) for way in pair
         )
@@ -301,7 +301,7 @@ def _why_not(run: RunConfig, way: Way, material: Material, *, on_cpu: bool) -> s
 
 
 def _settings(run: RunConfig, way: Way, material: Material, folder: Path) -> RunConfig:
-    """Return the run as one way to take it, in a folder."""
+    """Return the settings of a run that trains in one way, in a folder."""
     length = min(LENGTH, run.data.context_length)
     size = ROWS // way.micro_batches // way.num_processes
     if way.packing:
@@ -313,13 +313,13 @@ def _settings(run: RunConfig, way: Way, material: Material, folder: Path) -> Run
         "per_device_train_batch_size": size,
         "gradient_accumulation_steps": way.micro_batches,
     }
-    if way.num_processes > 1:  # on a CPU, or `_why_not` has left it out; they work together if told
+    if way.num_processes > 1:  # `_why_not` skips GPUs; without them check_launch needs this
         training["use_cpu"] = True
     data = replace(
         run.data,
         context_length=length,
         mask=replace(run.data.mask, whole_word=False),
-        loss_on="all",  # the labels say
+        loss_on="all",  # the labels say what is scored
         weight_column=None if run.data.weight_column is None else "weight",
         packing=way.packing,
         padding_free=run.data.padding_free and way.packing,
@@ -423,8 +423,8 @@ def verify_path(output_dir: Path) -> Path:
 def read_verdicts(run: RunConfig) -> dict[str, str] | None:
     """Return what `verify` said of every pair of ways to train a run with these settings.
 
-    Each verdict has the largest relative difference of the losses. None where it was not run, or
-    with other settings.
+    Each verdict has the largest relative difference of the losses. None if `verify` was not run,
+    or was run with other settings.
     """
     results = read_whole(verify_path(run.output_dir), "pairs", "config")
     if results is None or changed_keys(results["config"], run):
@@ -433,7 +433,7 @@ def read_verdicts(run: RunConfig) -> dict[str, str] | None:
 
 
 def note_verdicts(run: RunConfig) -> None:
-    """Write what `verify` said into the results of this run, where it is finished."""
+    """Write what `verify` said into the results of this run, if it is finished."""
     path = results_path(run.output_dir)
     results = read_whole(path, "config")
     if results is not None and not changed_keys(results["config"], run):
