@@ -145,10 +145,10 @@ def verify(run: RunConfig) -> dict[str, Any]:
     different = [pair["name"] for pair in pairs if pair["verdict"] == "differs"]
     if different:
         on_cpu = run.training_arguments().device.type == "cpu"
-        advice = "" if on_cpu else "Try training.use_cpu=true; if they stay, report "
+        advice = "Report" if on_cpu else "Try training.use_cpu=true; if they stay, report"
         raise ValueError(
             f"verify: expected ways of training that agree, got {different}, which differ. "
-            f"{advice or 'Report '}{path.name}"
+            f"{advice} {path.name}"
         )
     return results
 

@@ -103,10 +103,9 @@ def test_float32_states_with_a_large_common_mean_are_told_apart_as_exactly():
         out_of_scope((same[is_known], known), same[is_known], same[~is_known])
         for same in (features, features.astype(np.float64))
     )
-    ratings = range(len(features) - 1)
-    for name, number in similarity(features[:-1], features[1:], ratings).items():
-        wide = features.astype(np.float64)
-        assert number == similarity(wide[:-1], wide[1:], ratings)[name]
+    ratings, wide = range(len(features) - 1), features.astype(np.float64)
+    same = similarity(wide[:-1], wide[1:], ratings)
+    assert similarity(features[:-1], features[1:], ratings) == same
     for name in ("class_mean_cosine", "nearest"):
         assert found[name] == exact[name]
 

@@ -88,7 +88,7 @@ def test_a_fault_of_the_trainer_is_found(make_yaml, only, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_packed_documents_that_see_each_other_are_found(make_yaml, only, monkeypatch):
+def test_packed_documents_that_see_each_other_are_found(make_yaml, only, monkeypatch, capsys):
     only("padded = packed")
     join = batches.join_rows
 
@@ -98,6 +98,7 @@ def test_packed_documents_that_see_each_other_are_found(make_yaml, only, monkeyp
 
     monkeypatch.setattr(batches, "join_rows", joined)
     assert main(["verify", str(make_yaml()), "model.dtype=bfloat16", "check_base=false"]) == 1
+    assert "got ['padded = packed'], which differ" in capsys.readouterr().err
 
 
 def test_a_base_that_knows_nothing_is_refused_first(make_yaml, tmp_path, ignorant_base, capsys):
