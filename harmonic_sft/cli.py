@@ -24,15 +24,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DRIVE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-# How the system, safetensors and PyTorch say that a file could not be written to its end.
-DISK_FULL = (
-    "No space left",
-    "Disk quota",
-    "StorageFull",
-    "code: 28",
-    "code: 122",
-    "inline_container",
-)
 ONE_PROCESS = ("eval", "verify", "explain", "push", "export")  # commands for one process
 NUM_HELD_OUT = 64  # documents, for a run without a file
 
@@ -108,12 +99,6 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
 
     text = str(error).strip() or "no message"
     parts = [f"{type(error).__name__}: {text.splitlines()[0].rstrip('.')}."]
-    if any(word in text for word in DISK_FULL):
-        temporary = tempfile.gettempdir()
-        parts.append(
-            f"The disk may be full, {temporary}, which TMPDIR chooses, or the cache, which HF_HOME "
-            "chooses."
-        )
     folder = None
     if "folder" in options and (options.folder / "run.yaml").is_file():
         folder = options.folder

@@ -9,7 +9,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -413,25 +412,23 @@ def test_errors_of_ours_are_one_line(error, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "is_full"),
+    "error",
     [
-        (torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with"), False),
-        (MemoryError(), False),
-        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), False),
-        (SafetensorError("Error while deserializing header: header too large"), False),
-        (EOFError("Ran out of input"), False),
-        (OSError(28, "No space left on device"), True),
-        (OSError(122, "Disk quota exceeded"), True),
-        (OSError(5, "Input/output error"), False),
-        (RuntimeError("a file name that is not UTF-8: \udce9"), False),
-        (RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0"), True),
-        (SafetensorError("I/O error: Os { code: 28, kind: StorageFull }"), True),
-        (UnpicklingError("Weights only load failed. Re-running `torch.load` with"), False),
+        torch.AcceleratorError("CUDA error: an illegal memory access\nCompile with"),
+        MemoryError(),
+        RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"),
+        SafetensorError("Error while deserializing header: header too large"),
+        EOFError("Ran out of input"),
+        OSError(28, "No space left on device"),
+        OSError(122, "Disk quota exceeded"),
+        OSError(5, "Input/output error"),
+        RuntimeError("a file name that is not UTF-8: \udce9"),
+        RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0"),
+        SafetensorError("I/O error: Os { code: 28, kind: StorageFull }"),
+        UnpicklingError("Weights only load failed. Re-running `torch.load` with"),
     ],
 )
-def test_other_errors_are_one_line_and_a_traceback_in_a_file(
-    error, is_full, tmp_path, monkeypatch, capsys
-):
+def test_other_errors_are_one_line_and_a_traceback_in_a_file(error, tmp_path, monkeypatch, capsys):
     """Before there is a run the file is a temporary one, if that can be written."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -445,10 +442,6 @@ def test_other_errors_are_one_line_and_a_traceback_in_a_file(
     is_code = isinstance(error, UnpicklingError)
     start = "A checkpoint holds code, which is never run" if is_code else type(error).__name__
     assert line.startswith(f"error: {start}")
-    full = (
-        f"The disk may be full, {tempfile.gettempdir()}, which TMPDIR chooses, or the cache, which"
-    )
-    assert (full in line) == is_full
     whole = "Checkpoints that were saved are whole; add resume=true to continue." in line
     assert whole == (not is_code)
     assert line.endswith(f"The traceback is in {folder / 'error.txt'}\n")
