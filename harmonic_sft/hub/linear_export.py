@@ -6,7 +6,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -184,13 +183,7 @@ def _native(model: HarmonicHeadModel, head: LinearHead) -> PreTrainedModel:
         elif hasattr(config, field):  # in MiniCPM3 a property, 1 if these are equal
             config.dim_model_base = config.hidden_size
     if SOFTCAP in config.to_dict():
-        try:
-            setattr(config, SOFTCAP, model.dist_head.settings().get("softcap"))
-        except StrictDataclassFieldValidationError as error:  # of Gemma 3n
-            raise ValueError(
-                f"head: expected one with a softcap, which a {config.model_type} always has, got "
-                f"{model.dist_head.settings()}"
-            ) from error
+        setattr(config, SOFTCAP, model.dist_head.settings().get("softcap"))
     with torch.device("meta"):
         native = AutoModelForCausalLM.from_config(config)
     setattr(native, native.base_model_prefix, model.model.backbone)
