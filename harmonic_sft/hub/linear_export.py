@@ -27,7 +27,6 @@ from harmonic_sft.models import (
 from harmonic_sft.models.bases import FACTORS, SOFTCAP
 from harmonic_sft.models.configuration_harmonic import quantization_method
 from harmonic_sft.models.head import find_not_finite, unit_rows
-from harmonic_sft.models.modeling_backbone import share_weights
 from harmonic_sft.results import make_folder, read_results, reading
 
 LINEAR_HEAD_FILE = "linear_head.safetensors"
@@ -92,7 +91,6 @@ def export_linear(folder: Path, target: Path) -> Path:
         else:
             native.save_pretrained(draft)
         (draft / "README.md").write_text(_readme(model, head, native), encoding="utf-8")
-        share_weights(draft / "README.md")
         copy_tokenizer(folder, draft)
         draft.replace(place)  # whole or not at all
     return target

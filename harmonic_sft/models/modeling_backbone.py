@@ -206,7 +206,6 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         if quantization_method(self.config) is not None:  # packed weights have no original form
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, *args, **kwargs)
-        share_weights(Path(save_directory, "config.json"))
         for file in (HEAD_FILE, BLOCKS_FILE):  # of an older, partial checkpoint
             Path(save_directory, file).unlink(missing_ok=True)
 
@@ -683,17 +682,6 @@ def _as_in_base(head: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
                 "Leave it out"
             )
     return {**head, **own, "inner": head.get("inner") or {"name": "linear"}}
-
-
-def share_weights(like: Path) -> None:
-    """Give the weights beside a file the access rights of that file.
-
-    safetensors 0.8 lets only their owner read them: https://github.com/safetensors/safetensors/issues/782.
-    """
-    for path in like.parent.glob("*.safetensors"):
-        with suppress(OSError):  # a file system without modes, or no such file in this process
-            if not path.is_symlink():  # safetensors writes none
-                path.chmod(like.stat().st_mode)
 
 
 def _report_useless(model: HarmonicPreTrainedModel) -> None:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
-from peft.utils import CONFIG_NAME
 from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -25,7 +24,6 @@ from harmonic_sft.hub.run_folder import ADAPTER_FOLDER, public_base, read_tensor
 from harmonic_sft.models import HarmonicHeadModel, find_blocks
 from harmonic_sft.models.backbones import settle_quantized_, trains
 from harmonic_sft.models.configuration_harmonic import quantization_method
-from harmonic_sft.models.modeling_backbone import share_weights
 from harmonic_sft.models.partial_checkpoint import BACKBONE, RESUME_FILE
 from harmonic_sft.training.checkpoints import trained_state
 from harmonic_sft.training.run_config import PeftConfig
@@ -174,7 +172,6 @@ def save_adapter(model: HarmonicHeadModel, folder: Path) -> None:
     names = _saved_names(model, modules)
     tensors = {saved: state[live].contiguous() for live, saved in names.items()}
     save_file(tensors, target / ADAPTER_SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
-    share_weights(target / CONFIG_NAME)
 
 
 def load_part_(model: HarmonicHeadModel, folder: Path) -> bool:

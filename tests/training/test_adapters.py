@@ -153,21 +153,6 @@ def test_lora_leaves_out_a_router_that_gives_more_than_scores():
     model.train()(input_ids=IDS, labels=IDS).loss.backward()
 
 
-def test_saved_weights_may_be_read_by_those_who_may_read_the_configuration(tiny_base, tmp_path):
-    model = with_lora(tiny_base, **LORA)
-    private = tmp_path / "private"
-    private.touch(mode=0o600)
-    (tmp_path / "linked.safetensors").symlink_to(private)  # which others may be kept from
-    save_adapter(model, tmp_path)
-    model.save_pretrained(tmp_path)
-    assert private.stat().st_mode & 0o777 == 0o600
-    (tmp_path / "linked.safetensors").unlink()
-    for folder, config in (("", "config.json"), ("adapter", "adapter_config.json")):
-        weights = list((tmp_path / folder).glob("*.safetensors"))
-        mode = (tmp_path / folder / config).stat().st_mode
-        assert [path.stat().st_mode for path in weights] == [mode]
-
-
 def test_blocks_below_the_first_lora_run_without_a_graph(tiny_base):
     model = with_lora(tiny_base, lora_dropout=0.5, **LORA)
     blocks = list(find_blocks(model.model.backbone)[1])
