@@ -380,7 +380,7 @@ def _add_flags(command: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--dataset",
         metavar="NAME_OR_PATH",
-        help="a file, a folder, or a data set on the Hub; 64 documents are held out, of a small "
+        help="a file, a glob, or a data set on the Hub; 64 documents are held out, of a small "
         "local one a tenth (data.eval.documents)",
     )
     flags.add_argument(

@@ -36,7 +36,8 @@ class Source:
 
     path: str = Field(
         min_length=1,
-        description="a file, glob, web address or folder, owner/name on the Hub, python:docstrings",
+        description="a file, glob, web address, owner/name on the Hub, folder of save_to_disk, "
+        "python:docstrings",
     )
     name: str | None = Field(default=None, description="configuration of a Hub data set")
     split: str = Field(
@@ -50,7 +51,7 @@ class Source:
         default=None, gt=0, allow_inf_nan=False, description="share in a mixture of sources"
     )
     data_files: str | list[str] | None = Field(
-        default=None, description="files to read out of a folder or a Hub data set"
+        default=None, description="files to read of a Hub data set"
     )
     revision: str | None = Field(default=None, description="commit, tag or branch on the Hub")
     streaming: bool = Field(default=False, description="read while training, download nothing else")

@@ -4,7 +4,7 @@ import copy
 import glob
 import os
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,13 +18,10 @@ from datasets import (
     IterableDataset,
     List,
     load_dataset,
-    load_dataset_builder,
     load_from_disk,
 )
-from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetNotFoundError
 from datasets.fingerprint import Hasher
-from huggingface_hub import metadata_load
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -53,10 +50,6 @@ DOCSTRINGS = "python:docstrings"
 COMPARED = 100  # rows, to see whether a transform changes the labels
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SAVED_TABLE, SAVED_SPLITS = "state.json", "dataset_dict.json"  # of `save_to_disk`
-# Endings of files in a folder that may hold rows, and of compressed files.
-SUFFIXES = (*FILE_FORMATS, ".tsv", ".jsonlines", ".ndjson", ".text")
-ARCHIVES = (*COMPRESSIONS, ".bz2", ".xz", ".zip", ".lz4")
-SHOWN_FILES = 5  # of a folder, in a message
 MAX_TABLE_SHARDS = 64  # of a stream made from a table
 STREAM_BITS = 40  # low bits that number documents; the high ones number logical streams
 T = TypeVar("T")
@@ -92,8 +85,7 @@ def load_documents(source: Source, *, name: str, skip: bool) -> tuple[Documents,
     path = Path(os.path.expanduser(source.path))
     is_saved = (path / SAVED_TABLE).is_file() or (path / SAVED_SPLITS).is_file()
     if not is_on_hub:
-        allowed = ("name", "data_files") if path.is_dir() and not is_saved else ()
-        _refuse_settings(source, name, allowed=allowed)
+        _refuse_settings(source, name)
     if isinstance(source, GivenSource):
         documents: Documents = source.documents
     elif source.path == DOCSTRINGS:
@@ -286,8 +278,7 @@ def most_streams(documents: IterableDataset) -> int:
 
 def _load_files(source: Source, path: Path, name: str) -> FileRows | IterableDataset:
     """Open files; a stream has one shard per file or row group."""
-    splits = _find_files(source, path, name)
-    files = _split(source, splits, name, _describe_splits(splits))
+    files = _split(source, {"train": _find_files(source, path, name)}, name)
     kinds = {file_kind(file) for file in files}
     if None in kinds or (len(kinds) > 1 and kinds != {"json", "json lines"}):
         raise ValueError(
@@ -301,87 +292,35 @@ def _load_files(source: Source, path: Path, name: str) -> FileRows | IterableDat
     return FileRows(shards)
 
 
-def _split(source: Source, splits: Mapping[Any, T], name: str, files: str = "") -> T:
+def _split(source: Source, splits: Mapping[Any, T], name: str) -> T:
     known = sorted(map(str, splits))
     if source.split not in known:
-        raise ValueError(f"{name}.split: expected one of {known}, got {source.split!r}.{files}")
+        raise ValueError(f"{name}.split: expected one of {known}, got {source.split!r}.")
     return splits[source.split]
 
 
-def _describe_splits(splits: Mapping[str, Sequence[str]]) -> str:
-    return "".join(f" Split {split}: {_file_names(files)}." for split, files in splits.items())
-
-
-def _file_names(files: Sequence[str]) -> str:
-    names = [Path(without_secrets(file)).name for file in files[:SHOWN_FILES]]
-    more = len(files) - len(names)
-    return ", ".join(names) + (f" and {more} more" if more else "")
-
-
-def _check_folder(path: Path, splits: Mapping[str, Sequence[str]], name: str) -> None:
-    """Refuse a folder if datasets would leave out some of its files.
-
-    datasets reads one kind of file and, if any file is named after a split, only such files.
-    """
-    read = {Path(file).resolve() for files in splits.values() for file in files}
-    files = [*path.rglob("*")]
-    linked = [file for file in files if file.is_symlink() and file.is_dir()]  # not entered
-    files += [file for folder in linked for file in folder.rglob("*")]
-    left_out = [
-        str(file)
-        for file in sorted(files)
-        if _holds_data(file)
-        and file.name not in FILES_TO_IGNORE
-        and not file.name.lower().startswith("readme")
-        and not any(part.startswith((".", "__")) for part in file.relative_to(path).parts)
-        and file.resolve() not in read
-    ]
-    if left_out:
-        example = str(path / f"*{Path(next(iter(splits.values()))[0]).suffix}")
-        raise ValueError(
-            f"{name}.path: expected a folder of which every file is read, got {str(path)!r}, in "
-            f"which {_file_names(left_out)} would be left out.{_describe_splits(splits)} Give a "
-            f"glob of one kind, such as {example!r}, or name the files in data_files."
-        )
-
-
-def _holds_data(file: Path) -> bool:
-    plain = file.with_suffix("") if file.suffix.lower() in ARCHIVES else file
-    return plain.suffix.lower() in SUFFIXES and file.is_file()
-
-
-def _find_files(source: Source, path: Path, name: str) -> dict[str, list[str]]:
+def _find_files(source: Source, path: Path, name: str) -> list[str]:
     if path.is_dir():
-        if glob.has_magic(str(path)):  # datasets would take it as a pattern
-            raise ValueError(
-                f"{name}.path: expected a folder without *, ? and [ in its name, got {str(path)!r}"
-            )
-        with _explained(source, name):
-            # datasets needs a folder's name, which "." lacks.
-            place = str(path if path.name else path.resolve())
-            builder = load_dataset_builder(place, name=source.name, data_files=source.data_files)
-        files_of = builder.config.data_files or {}
-        splits = {str(split): [str(file) for file in files_of[split]] for split in files_of}
-        card = path / "README.md"
-        is_chosen = card.is_file() and "configs" in (metadata_load(card) or {})
-        if source.data_files is None and not is_chosen:
-            _check_folder(path, splits, name)
-        return splits
+        example = str(path / "*.jsonl")
+        raise ValueError(
+            f"{name}.path: expected a file, or a folder of save_to_disk, got the folder "
+            f"{_located(source.path)}. Name its files by a glob, such as {example!r}"
+        )
     if is_url(source.path):
-        return {"train": [source.path]}
+        return [source.path]
     files = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))
     if not files:
         raise ValueError(
             f"{name}.path: expected files that match, got none for {_located(source.path)}."
         )
-    return {"train": files}
+    return files
 
 
-def _refuse_settings(source: Source, name: str, *, allowed: Sequence[str]) -> None:
-    """Refuse settings that this kind of path would ignore."""
+def _refuse_settings(source: Source, name: str) -> None:
+    """Refuse settings that only the Hub has a use for."""
     for key in ("name", "data_files", "revision"):
         value = vars(source)[key]
-        if value is not None and key not in allowed:
+        if value is not None:
             raise ValueError(
                 f"{name}.{key}: expected nothing for the path {shown(source.path)}, "
                 f"got {value!r}. Leave it out."

@@ -1,5 +1,4 @@
 import copy
-import gzip
 import io
 import json
 import re
@@ -73,7 +72,7 @@ def refused(message, **settings):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("path", ["a.txt", "a.jsonl", "a.csv", "parquet", "parquet/*.parquet"])
+@pytest.mark.parametrize("path", ["a.txt", "a.jsonl", "a.csv", "parquet/*.parquet", "*/*.parquet"])
 def test_local_files_give_their_texts_in_order(folder, path, streaming):
     documents = load(path=f"{folder}/{path}", streaming=streaming)
     assert texts(documents) == TEXTS
@@ -84,13 +83,6 @@ def test_docstrings_of_the_standard_library_are_a_source(monkeypatch, streaming)
     monkeypatch.setattr(sources, "standard_library_docstrings", lambda: TEXTS)
     documents = load(path="python:docstrings", streaming=streaming)
     assert list(documents) == [{"text": text} for text in TEXTS]
-
-
-@pytest.mark.parametrize("path", [".", "./"])
-def test_path_may_be_the_folder_that_one_is_in(tmp_path, monkeypatch, path):
-    (tmp_path / "a.txt").write_text("\n".join(TEXTS))
-    monkeypatch.chdir(tmp_path)
-    assert texts(load(path=path)) == TEXTS
 
 
 def test_path_may_start_at_home(folder, monkeypatch):
@@ -121,11 +113,11 @@ def test_path_may_start_at_home(folder, monkeypatch):
             {"revision": "x"},
             "revision: expected nothing for the path 'python:docstrings'",
         ),
-        (
-            "a.txt",
-            {"split": "valid"},
-            "split: expected one of ['train'], got 'valid'. Split train: a.txt.",
-        ),
+        ("a.txt", {"split": "valid"}, "split: expected one of ['train'], got 'valid'."),
+        ("parquet", {}, "got the folder 'parquet' in the current folder"),
+        (".", {}, "expected a file, or a folder of save_to_disk, got the folder '.'"),
+        ("parquet/", {}, "Name its files by a glob, such as 'parquet/*.jsonl'"),
+        ("parquet", {"data_files": "0.parquet"}, "data_files: expected nothing for the path"),
     ],
 )
 @pytest.mark.parametrize("streaming", [False, True])
@@ -195,82 +187,6 @@ def test_file_without_a_row_is_refused_in_one_line(
     path.write_bytes(content)
     message = message.format(path=repr(str(path)))
     refused(f"data.sources[0]{message}", path=str(path), skip=skip, streaming=streaming)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_splits_of_a_folder_go_by_the_names_of_its_files(tmp_path, streaming):
-    (tmp_path / "train.txt").write_text("one\ntwo\n")
-    with gzip.open(tmp_path / "test.txt.gz", "wb") as file:
-        file.write(b"three")
-    for split, expected in [
-        ("train", ["one", "two"]),
-        ("test", ["three"]),
-    ]:
-        documents = load(path=str(tmp_path), split=split, streaming=streaming)
-        assert texts(documents) == expected
-
-
-@pytest.mark.parametrize(
-    ("names", "left_out", "read"),
-    [
-        (["a.txt", "b.jsonl"], "a.txt", "train: b.jsonl"),
-        (["a.TXT", "b.txt"], "a.TXT", "train: b.txt"),
-        (["a.tsv", "b.txt"], "a.tsv", "train: b.txt"),
-        (["a.tsv.gz", "b.txt"], "a.tsv.gz", "train: b.txt"),
-        (["a.jsonlines", "b.txt"], "a.jsonlines", "train: b.txt"),
-        (["1.txt", "sub/2.txt", "test_of_faith.txt"], "1.txt, 2.txt", "test: test_of_faith.txt"),
-        (
-            [*(f"{number}.csv" for number in range(6)), *(f"{n}.txt" for n in range(7))],
-            "0.csv, 1.csv, 2.csv, 3.csv, 4.csv and 1 more",
-            "train: 0.txt, 1.txt, 2.txt, 3.txt, 4.txt and 2 more",
-        ),
-    ],
-)
-def test_a_folder_of_which_files_would_be_left_out_is_refused(tmp_path, names, left_out, read):
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"text": "one"}\n')
-    message = refused(f"in which {left_out} would be left out. Split {read}", path=str(tmp_path))
-    assert f"such as '{tmp_path}/*{Path(names[-1]).suffix}', or name the files" in message
-    assert texts(load(path=str(tmp_path), data_files=names[-1]))
-
-
-def test_a_folder_behind_a_link_is_not_left_out(tmp_path):
-    for name in ("a/b.txt", "c/d.txt"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("one\n")
-    (tmp_path / "a/link").symlink_to(tmp_path / "c")
-    refused("in which d.txt would be left out", path=str(tmp_path / "a"))
-
-
-def test_the_name_of_a_folder_is_no_pattern(tmp_path):
-    for name in ("a*", "ab"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "b.txt").write_text("one\n")
-    refused("expected a folder without *, ? and [ in its name", path=str(tmp_path / "a*"))
-
-
-def test_what_is_no_data_in_a_folder_is_not_missed(tmp_path):
-    for name in ("a.jsonl", ".b.txt", ".hidden/c.txt", "README.txt", "config.json", "d.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"text": "one"}\n')
-    assert texts(load(path=str(tmp_path))) == ["one"]
-
-
-def test_a_card_that_speaks_of_configs_chooses_nothing(tmp_path):
-    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nconfigs: one\n")
-    for name in ("train.txt", "other.txt"):
-        (tmp_path / name).write_text("one\n")
-    refused("in which other.txt would be left out", path=str(tmp_path))
-
-
-def test_a_card_chooses_among_the_files_of_a_folder(tmp_path):
-    configs = "".join(f"- config_name: {n}\n  data_files: {n}.txt\n" for n in ("default", "de"))
-    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    for name in ("default", "de"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    assert texts(load(path=str(tmp_path))) == ["default"]
-    assert texts(load(path=str(tmp_path), name="de")) == ["de"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
