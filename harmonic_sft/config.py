@@ -355,18 +355,13 @@ def unknown_key(
     If no known key is spelled much alike, `elsewhere` is asked for the keys of the whole file, such
     as `training.max_steps`. A class for `parse` may have that function as `key_names`.
     """
-    places = {word: word for word in known}
-    is_longer = any(key.startswith(word) and "_" not in key[len(word) :] for word in known)
-    is_near = is_longer or difflib.get_close_matches(key, known, 1, cutoff=0.75)
-    if key in OTHER_NAMES or not is_near:
+    places, word = {name: name for name in known}, OTHER_NAMES.get(key, "")
+    near = difflib.get_close_matches(key, known, 1, cutoff=0.76)
+    if word or not near:
         places = {place.rpartition(".")[2]: place for place in reversed(elsewhere())} | places
-    word = OTHER_NAMES.get(key, "")
     if word not in places:
-        word = _nearest(key, list(places))
-        likeness = difflib.SequenceMatcher(None, key, word).ratio()
-        # Some key of the whole file is always a little alike: that is worse than no suggestion.
-        if word not in known and not word.startswith(key) and likeness < 0.76:
-            word = _nearest(key, known)
+        near = near or difflib.get_close_matches(key, places, 1, cutoff=0.76)
+        word = near[0] if near else _nearest(key, known)
     place = " at the top level" if word not in known and "." not in places.get(word, ".") else ""
     nearest = f". Did you mean {places[word]!r}{place}?" if word else ""
     if not word and 0 < len(known) <= FEW_KEYS:
