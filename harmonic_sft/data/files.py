@@ -257,16 +257,11 @@ def _parquet_rows(shard: Shard) -> Iterator[Row]:
 
 
 def _features(schema: pa.Schema) -> datasets.Features:
-    """Describe the columns whose types datasets knows; it does not know maps, for example.
-
-    Dictionaries (categories of pandas), also unknown, are described by their values.
-    """
+    """Describe the columns whose types datasets knows; it knows no maps and no categories."""
     features = datasets.Features()
     for field in schema:
-        is_category = pa.types.is_dictionary(field.type)
-        plain = field.with_type(field.type.value_type) if is_category else field
         with suppress(ValueError):
-            column = pa.schema([plain], metadata=schema.metadata)
+            column = pa.schema([field], metadata=schema.metadata)
             features.update(datasets.Features.from_arrow_schema(column))
     return features
 
