@@ -57,11 +57,10 @@ def test_states_may_have_any_axes_before_the_last(name):
 
 
 @every_head
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_prototypes_start_at_one_vector_for_each_class(name, num_rows):
+def test_prototypes_start_at_one_vector_for_each_class(name):
     head, *_ = make(name)
-    given = torch.randn(num_rows, head.weight.shape[1])
-    with pytest.raises(ValueError, match=r"^embeddings: expected \[.*\], got \[[13], \d+\]$"):
+    given = torch.randn(3, head.weight.shape[1])
+    with pytest.raises(ValueError, match=r"^embeddings: expected \[.*\], got \[3, \d+\]$"):
         head.initialize_(given)
 
 
@@ -75,7 +74,7 @@ def close(found, expected):
 
 
 @every_head
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_logits_over_all_classes_are_float32_for_every_precision_of_the_states(name, dtype):
     head, states, labels = make(name)
     states = states.to(dtype)
@@ -168,12 +167,11 @@ def test_settings_rebuild_the_head(name):
 
 
 @every_head
-@pytest.mark.parametrize("impl", ["auto", "chunked"])
-def test_the_fused_loss_is_the_heads_own(name, impl):
+def test_the_fused_loss_is_the_heads_own(name):
     head, states, labels = make(name)
     states.requires_grad_()
     expected = head.nll(states, labels)
-    found = CrossEntropyLoss(impl=impl)(head, states, labels)
+    found = CrossEntropyLoss()(head, states, labels)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     pairs = zip(gradients(found, head, states), gradients(expected, head, states), strict=True)
     for actual, wanted in pairs:

@@ -26,7 +26,7 @@ REGIMES = [
     "sphere captured 1e-1",
     "sphere mean 20",
 ]
-EXPONENTS = [-0.5, -7.3, -14.0, -28.0]
+EXPONENTS = [-0.5, -14.0, -28.0]
 TOLERANCE = 3e-6  # of the median token's gradient, to h_exp -28
 
 

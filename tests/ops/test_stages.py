@@ -38,8 +38,13 @@ def plain(head, states, labels, ground):
     return MIX[0] * nll + MIX[1] * transport(head, states, labels, ground)
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize(("moving", "uniform"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("name", "moving", "uniform"),
+    [
+        *((name, True, index % 2 == 0) for index, name in enumerate(HEADS)),
+        *((name, False, True) for name in ("linear", "dist", "cosine")),
+    ],
+)
 def test_losses_and_gradients_are_those_of_dense_logits(name, moving, uniform):
     head, states, labels = problem(name)
     upstream = None if uniform else torch.rand(9)

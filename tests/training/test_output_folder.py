@@ -207,9 +207,9 @@ def test_a_folder_that_may_not_be_written_is_refused_at_once(
 @pytest.mark.parametrize(
     ("name", "damages"),
     [
-        ("model.safetensors", (None, -1, 0)),
-        ("config.json", (None, -5)),
-        ("tokenizer.json", (None, 9)),
+        ("model.safetensors", (None, -1)),
+        ("config.json", (-5,)),
+        ("tokenizer.json", (9,)),
         ("tokenizer_config.json", (None,)),
     ],
 )
