@@ -223,6 +223,7 @@ def test_a_checkpoint_of_an_epochs_last_step_has_the_evaluation_after_it(
     path = make_yaml(training={**TWO_EPOCHS, **strategies})
     whole = start(path, f"training.output_dir={tmp_path / 'whole'}")
     interrupt(5, path)
+    assert (tmp_path / "run" / "checkpoint-4").is_dir()
     assert compared(start(path, "resume=true")) == compared(whole)
 
 
