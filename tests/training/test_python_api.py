@@ -13,8 +13,6 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from torch.utils.data import Subset
 from transformers import (
     AutoTokenizer,
-    BartConfig,
-    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
@@ -972,21 +970,6 @@ def test_a_loaded_decoder_is_no_masked_model(causal_base, arguments, make):
         make(arguments(task="masked_lm"), model=model)
     with pytest.raises(ValueError, match="set task='causal_lm'"):
         make(model=model)
-
-
-def test_a_model_of_encoder_and_decoder_is_refused(arguments, make):
-    config = BartConfig(
-        vocab_size=600,
-        d_model=16,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-    )
-    with pytest.raises(ValueError, match=r"expected .* of text alone .* of type 'bart'"):
-        make(arguments(task="masked_lm"), model=BartForConditionalGeneration(config))
 
 
 def test_text_that_the_tokenizer_does_not_know_is_refused(make):
