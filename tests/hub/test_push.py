@@ -279,7 +279,7 @@ def test_failed_pushes_cost_nothing_of_the_training(hub, client, tmp_path, run_s
     ("command", "number", "status"),
     [
         ("train", signal.SIGTERM, 143),
-        ("push", signal.SIGINT, 130),
+        pytest.param("push", signal.SIGINT, 130, marks=pytest.mark.slow),
         pytest.param("push", signal.SIGTERM, 143, marks=pytest.mark.slow),
         pytest.param("train", signal.SIGINT, 130, marks=pytest.mark.slow),
     ],
