@@ -495,14 +495,6 @@ def test_a_chat_begins_as_its_template_writes_it(write, wrapping_tokenizer):
         assert found == [[*first, 40, 5, 41, 6]] * 3
 
 
-def test_a_prompt_and_its_completion_follow_each_other(write, causal_tokenizer):
-    path = write([{"prompt": "w5 w6", "completion": " w7"}] * 3)
-    data = load_causal(path, causal_tokenizer, loss_on="completion", eval={"documents": 0})
-    row = data.train[0]
-    assert row["input_ids"].tolist() == [5, 6, 7, 1]
-    assert row["labels"].tolist() == [IGNORE_INDEX, IGNORE_INDEX, 7, 1]
-
-
 def test_documents_of_a_pack_do_not_predict_each_other(text, causal_tokenizer):
     data = load_causal(text, causal_tokenizer, packing=True)
     packs = list(data.train)

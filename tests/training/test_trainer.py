@@ -310,7 +310,6 @@ def test_tokens_of_a_bad_step_are_written_where_its_rows_have_no_names(make, arg
 
 DECAYED = {  # heads, and which of their weights decay
     "tied": ({"name": "dist", "tie": True}, []),
-    "dist": ({"name": "dist"}, []),
     "dense": ({"name": "transform", "inner": {"name": "dist"}}, ["dense_weight"]),
     "nested": (
         {"name": "rotation", "inner": {"name": "transform", "inner": {"name": "dist"}}},
@@ -318,7 +317,6 @@ DECAYED = {  # heads, and which of their weights decay
     ),
     "linear": ({"name": "linear"}, ["weight"]),
     "heads": ({"name": "multi_head", "inner": {"name": "linear"}}, ["inner.weight"]),
-    "rotated": ({"name": "rotation", "inner": {"name": "linear"}}, ["inner.weight"]),
 }
 
 
