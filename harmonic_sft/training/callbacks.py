@@ -17,7 +17,6 @@ from peft import PeftModel
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from tqdm.auto import tqdm
 from transformers import (
     EarlyStoppingCallback,
     ProgressCallback,
@@ -30,7 +29,6 @@ from transformers.integrations.integration_utils import (
     TensorBoardCallback,
     default_logdir,
 )
-from transformers.trainer_utils import has_length
 
 from harmonic_sft.config import did_you_mean
 from harmonic_sft.losses import Distillation, neighbor_tables
@@ -227,34 +225,13 @@ NOT_SHOWN = (
 
 
 class LabeledProgress(ProgressCallback):
-    """transformers' progress bars with labels, and log lines with their step."""
+    """transformers' progress bars with evaluations labelled, and log lines with their step."""
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Open the bar of the training steps."""
-        if state.is_world_process_zero:
-            self.training_bar = tqdm(
-                total=state.max_steps, desc="Training", dynamic_ncols=True, delay=0
-            )
-        self.current_step = 0
-
-    def on_prediction_step(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: Any,
-        eval_dataloader: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Count a batch of an evaluation; the first one opens the bar."""
-        is_sized = has_length(eval_dataloader)
-        if state.is_world_process_zero and self.prediction_bar is None and is_sized:
-            self.prediction_bar = tqdm(
-                total=len(eval_dataloader),
-                desc="Evaluating",
-                leave=self.training_bar is None,
-                dynamic_ncols=True,
-            )
-        super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        """Count a batch of an evaluation."""
+        super().on_prediction_step(*args, **kwargs)
+        if self.prediction_bar is not None and not self.prediction_bar.desc:
+            self.prediction_bar.set_description("Evaluating")
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any

@@ -275,7 +275,6 @@ def test_a_stream_of_the_user_is_read_from_its_start_by_a_resumed_run(arguments,
 
 def test_bars_count_every_batch_once_and_streams_without_a_length(arguments, make, monkeypatch):
     bar = Mock()
-    monkeypatch.setattr("harmonic_sft.training.callbacks.tqdm", bar)
     monkeypatch.setattr("transformers.trainer_callback.tqdm", bar)
     trainer = make(
         arguments(disable_tqdm=False, per_device_eval_batch_size=2),
