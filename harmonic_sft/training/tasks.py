@@ -25,12 +25,12 @@ LANGUAGE_MODELS: dict[str, type[HarmonicLanguageModel]] = {
 }
 MODELS: dict[str, type[HarmonicHeadModel]] = {**LANGUAGE_MODELS, **CLASSIFIERS}
 TASKS = {model_class.__name__: task for task, model_class in MODELS.items()}
-CLASSIFIER_NAMES = (  # suffixes of transformers' classes
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
-)
+CLASSIFIER_NAMES = {  # suffixes of transformers' classes, and the class of ours
+    "ForSequenceClassification": "HarmonicForSequenceClassification",
+    "ForTokenClassification": "HarmonicForTokenClassification",
+    "ForQuestionAnswering": "HarmonicForQuestionAnswering",
+    "ForMultipleChoice": "HarmonicForSequenceClassification",
+}
 
 
 def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> str:
@@ -43,16 +43,19 @@ def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> s
         if name in ours and (label_column is None or ours[name] in CLASSIFIERS):
             return ours[name]
     if label_column is not None:
-        return "sequence_classification"
+        is_tagger = any(name.endswith("ForTokenClassification") for name in names)
+        return "token_classification" if is_tagger else "sequence_classification"
     for name in names:
         if name.endswith(("ForMaskedLM", "WithLMHeadModel")):  # XLM's and FlauBERT's
             return "masked_lm"
         if name.endswith(("ForCausalLM", "LMHeadModel")):
             return "causal_lm"
-        if name.endswith(CLASSIFIER_NAMES):
+        made = [own for suffix, own in CLASSIFIER_NAMES.items() if name.endswith(suffix)]
+        if made:
             raise ValueError(
                 f"label_column: expected the column of the labels of a {name}, got nothing. To "
-                "train its body on text without labels, set "
+                "bring rows and a collator of your own, make the model first: "
+                f"{made[0]}.from_base(...). To train its body on text without labels, set "
                 f"task={token_task(config) or 'masked_lm'!r}"
             )
     if (task := token_task(config)) is not None:

@@ -16,6 +16,7 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    BertForTokenClassification,
     CLIPVisionConfig,
     DataCollatorForLanguageModeling,
     EarlyStoppingCallback,
@@ -875,6 +876,12 @@ def test_a_classifier_needs_labels_and_an_encoder(tiny_base, causal_base, texts,
     with pytest.raises(ValueError, match="label_column: expected the column of the labels of a Be"):
         make(model=model)
     assert make(arguments(task="masked_lm"), model=model).model.model.backbone is model.bert
+    tagger = BertForTokenClassification(model.config)
+    with pytest.raises(ValueError, match=r"first: HarmonicForTokenClassification\.from_base"):
+        make(model=tagger)
+    own = {"data_collator": list, "train_dataset": [{"input_ids": [5, 6]}]}
+    with pytest.raises(ValueError, match=r"first: HarmonicForTokenClassification\.from_base"):
+        make(arguments(label_column="labels"), model=tagger, **own)
     labelled = texts.add_column("label", ["a", "b"] * (len(texts) // 2))
     with pytest.raises(ValueError, match=r"label_column: expected an encoder .* decoder \(llama\)"):
         make(arguments(label_column="label"), model=str(causal_base), train_dataset=labelled)
