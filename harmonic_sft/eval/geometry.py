@@ -78,14 +78,16 @@ def drift(table: Tensor, base: Tensor) -> dict[str, float]:
     """Return how far vectors, `[V, D]`, moved from those they started as.
 
     Returns:
-        `drift_cosine`, the mean cosine of old and new where the old is not 0, and `neighbors_kept`,
-        the share of the 10 nearest by cosine that stayed, from 0 to 1.
+        `drift_cosine`, the mean cosine of old and new, and `neighbors_kept`, the share of the 10
+        nearest by cosine that stayed, from 0 to 1. Rows whose old vector is 0 do not count: it has
+        no direction, and would be a neighbor of all.
     """
-    new, old = (F.normalize(vectors.float(), dim=-1) for vectors in (table, base))
+    known = base.any(-1)
+    new, old = (F.normalize(vectors[known].float(), dim=-1) for vectors in (table, base))
     now, before = (nearest(side, _spread(len(side)), NUM_NEIGHBORS) for side in (new, old))
     kept = (now[:, :, None] == before[:, None, :]).any(-1)  # [Q, K]
     return {
-        "drift_cosine": float((new * old).sum(-1)[old.any(-1)].mean()),
+        "drift_cosine": float((new * old).sum(-1).mean()),
         "neighbors_kept": float(kept.float().mean()),
     }
 

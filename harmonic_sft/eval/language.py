@@ -13,6 +13,7 @@ from harmonic_sft.eval.scoring import TokenScores
 from harmonic_sft.models import HarmonicLanguageModel, max_positions
 
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a token of SentencePiece's byte fallback
+MARKS = re.compile(r"^##|@@$|</w>$")  # of a piece that continues a word, or ends one
 FREQUENCIES = (1, 10, 100, 1000)  # least count in the scored text of the labels in each bin
 
 
@@ -20,8 +21,9 @@ def bits_per_byte(scores: TokenScores, tokenizer: Any) -> float:
     """Return the loss of the scored tokens in bits, over the UTF-8 bytes that they stand for.
 
     Unlike nats per token, it compares models with different tokenizers. Special tokens, unknown
-    ones among them, stand for 0 bytes, but their loss counts. With WordPiece it is an
-    approximation: its tokens hold no spaces, so these are not counted.
+    ones among them, stand for 0 bytes, but their loss counts. With WordPiece, and others that mark
+    the pieces of words, it is an approximation: their tokens hold no spaces, so these are not
+    counted.
     """
     labels, counts = np.unique(scores.labels, return_counts=True)
     lengths = _byte_lengths(tokenizer, labels.tolist())
@@ -32,11 +34,14 @@ def _byte_lengths(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     """Return how many bytes of a text each token stands for."""
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-    backend = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-    is_byte_level, is_wordpiece = False, any(t.startswith("##") for t in tokenizer.get_vocab())
-    if backend is not None:  # the backend knows; in a vocabulary "##" can be text
+    if tokenizer.is_fast:  # its parts tell; in a vocabulary "##" can be text
+        backend = tokenizer.backend_tokenizer
         is_byte_level = "ByteLevel" in str(backend.decoder)
-        is_wordpiece = isinstance(backend.model, WordPiece)
+        has_marks = isinstance(backend.model, WordPiece) or "BPEDecoder" in str(backend.decoder)
+    else:
+        vocabulary = tokenizer.get_vocab().keys()
+        is_byte_level = vocabulary >= {chr(byte) for byte in range(256)}  # ByT5's
+        has_marks = any(map(MARKS.search, vocabulary))
     lengths = []
     for index, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
         if index in special or token is None:
@@ -46,7 +51,7 @@ def _byte_lengths(tokenizer: Any, ids: Sequence[int]) -> list[int]:
         elif BYTE.fullmatch(token):
             lengths.append(1)
         else:
-            text = token.removeprefix("##") if is_wordpiece else token
+            text = MARKS.sub("", token) if has_marks else token
             lengths.append(len(text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()))
     return lengths
 

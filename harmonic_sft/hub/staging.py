@@ -294,7 +294,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
                 f"tokenizer: expected a class of transformers, got one of {module}.py, which is "
                 "not published. Train with a tokenizer that loads without trust_remote_code"
             )
-    saved_tokenizer(source)
+    names = saved_tokenizer(source).vocab_files_names  # PhoBERT's are vocab.txt and bpe.codes
+    _copy(source, target, tuple(names.values()))
     fields.pop("name_or_path", None)
     _write_json(path, fields)
 

@@ -227,10 +227,13 @@ def _check_longer(run: RunConfig, last_step: int) -> None:
 
 def _batch_keys(run: RunConfig) -> set[str]:
     """Return the keys that may change as long as the number of rows in a step does not."""
+    return {ACCUMULATION} if has_batch_negatives(run) else {ACCUMULATION, ROWS}
+
+
+def has_batch_negatives(run: RunConfig) -> bool:
+    """Whether a loss depends on the micro-batch: InfoNCE's negatives are its other labels."""
     losses = [term.loss for term in run.loss.terms] if isinstance(run.loss, SumLoss) else [run.loss]
-    # InfoNCE's negatives are the other labels of a micro-batch.
-    is_fixed = any(isinstance(loss, InfoNCELoss) for loss in losses)
-    return {ACCUMULATION} if is_fixed else {ACCUMULATION, ROWS}
+    return any(isinstance(loss, InfoNCELoss) for loss in losses)
 
 
 def changed_keys(old: dict[str, Any], new: RunConfig) -> list[str]:

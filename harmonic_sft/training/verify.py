@@ -33,7 +33,11 @@ from harmonic_sft.results import environment, read_whole, show_table, write_resu
 from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.head_swap import check_base, measure_swap
 from harmonic_sft.training.loading import load_base_config, load_run_data, packable
-from harmonic_sft.training.output_folder import changed_keys, results_path
+from harmonic_sft.training.output_folder import (
+    changed_keys,
+    has_batch_negatives,
+    results_path,
+)
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
@@ -295,6 +299,8 @@ def _why_not(run: RunConfig, way: Way, material: Material, *, on_cpu: bool) -> s
     model_type = load_base_config(run.model).get_text_config().model_type
     if way.packing and model_type not in packable(run):
         return "the base cannot keep the documents of a row apart"
+    if way.micro_batches * way.num_processes > 1 and has_batch_negatives(run):
+        return "the negatives of info_nce are the other labels of one micro-batch"
     if way.num_processes > 1 and not on_cpu:
         return "two processes need two GPUs; training.use_cpu=true compares them"
     return None

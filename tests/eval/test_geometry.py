@@ -59,6 +59,10 @@ def test_a_rotated_table_keeps_its_neighbors_and_loses_its_directions():
     assert drift(normal(200, 16, seed=2), table)["neighbors_kept"] < 0.2
     table[0] = 0  # as [PAD] of some bases, of which no angle is known
     assert drift(table, table)["drift_cosine"] == pytest.approx(1)
+    # A row that had no direction, such as that of padding, was nobody's neighbor.
+    filled = table.clone()
+    filled[0] = normal(1, 16, seed=3)[0]
+    assert drift(filled, table)["neighbors_kept"] == 1
 
 
 def test_hidden_states_around_their_prototype_are_aligned():

@@ -1,6 +1,7 @@
 """Language metrics recomputed token by token."""
 
 import copy
+import json
 import math
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, CTRLTokenizer, PreTrainedTokenizerFast
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from harmonic_sft.eval import TokenScores, score
@@ -98,7 +99,10 @@ def bytes_of(tokens, model, decoder):
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     tokenizer.add_tokens([AddedToken("<|reserved|>", special=True), AddedToken("<\u00e9>")])
-    ids = np.array(tokenizer.convert_tokens_to_ids(tokens))
+    return bytes_counted(np.array(tokenizer.convert_tokens_to_ids(tokens)), tokenizer)
+
+
+def bytes_counted(ids, tokenizer):
     zeros = np.zeros(len(ids), np.int64)
     ones = np.ones((len(ids), len(LOG_SCALES)))
     scores = TokenScores(zeros, ids, zeros, zeros, zeros, zeros, ones, 1)
@@ -121,6 +125,9 @@ def test_tokens_stand_for_their_bytes_with_every_kind_of_vocabulary():
     pieces = ["the", "##re", ".", *special]
     model = WordPiece(vocabulary(*pieces[:3]), unk_token="[UNK]")
     assert bytes_of(pieces, model, decoders.WordPiece()) == pytest.approx(3 + 2 + 1)
+    pieces = ["the", "re</w>", "@@", *special]
+    model = BPE(vocabulary(*pieces[:3]), [], end_of_word_suffix="</w>")
+    assert bytes_of(pieces, model, decoders.BPEDecoder()) == pytest.approx(3 + 2)
 
 
 @pytest.mark.parametrize("text", ["aa bb", "zzzz bb"])
@@ -163,3 +170,15 @@ def test_bits_per_byte_of_a_slow_tokenizer_are_those_of_the_fast_one(tokenizer, 
     states = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
     scores = score(model, [(states, torch.tensor([[5, 6, 7]]))])
     assert bits_per_byte(scores, slow) == bits_per_byte(scores, tokenizer)
+
+
+def test_slow_tokenizers_print_bytes_and_marks_that_are_no_text(tmp_path):
+    (tmp_path / "vocab.json").write_text(json.dumps({"<unk>": 0, "re@@": 1, "do": 2}))
+    (tmp_path / "merges.txt").write_text("#version\nd o</w>\nr e\n")
+    ctrl = CTRLTokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    for tokenizer, text, expected in [
+        (ctrl, "redo do", 6),
+        (ByT5Tokenizer(), "na\u00efve \u65e5", 10),
+    ]:
+        ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert bytes_counted(ids, tokenizer) == pytest.approx(expected)

@@ -12,11 +12,17 @@ import yaml
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PhobertTokenizer
 
 from harmonic_sft import models
 from harmonic_sft.hub import Destination, read_trained, stage
-from harmonic_sft.hub.staging import base_license, check_adapter, check_clean, check_form
+from harmonic_sft.hub.staging import (
+    base_license,
+    check_adapter,
+    check_clean,
+    check_form,
+    copy_tokenizer,
+)
 from harmonic_sft.models import (
     HarmonicConfig,
     HarmonicForMaskedLM,
@@ -345,6 +351,19 @@ def test_a_tokenizer_that_lost_its_vocabulary_is_refused(staged, run_copy, conte
         path.write_text(content)
     with pytest.raises(ValueError, match=message):
         staged(folder=run_copy)
+
+
+def test_all_files_that_a_slow_tokenizer_reads_are_published(tmp_path):
+    run, target = tmp_path / "run", tmp_path / "target"
+    (tmp_path / "vocab.txt").write_text("ab 5\nre@@ 4\n")
+    (tmp_path / "codes").write_text("a b</w> 5\nr e 4\n")
+    tokenizer = PhobertTokenizer(str(tmp_path / "vocab.txt"), str(tmp_path / "codes"))
+    tokenizer.save_pretrained(run)
+    target.mkdir()
+    copy_tokenizer(run, target)
+    assert (
+        AutoTokenizer.from_pretrained(target)("ab reab").input_ids == tokenizer("ab reab").input_ids
+    )
 
 
 def test_a_tokenizer_with_code_of_its_own_is_refused(staged, run_copy):

@@ -123,6 +123,13 @@ def test_what_cannot_be_compared_is_skipped_with_the_reason(
     assert "padded = packed: skipped, a classifier's rows are neither packed nor" in caplog.text
 
 
+def test_negatives_of_a_micro_batch_are_not_compared_with_those_of_another(make_yaml, only):
+    only("big batch = accumulation", "one process = two")
+    path = make_yaml(head={"name": "cosine"}, h_exp=None, loss={"name": "info_nce"})
+    results = verify.verify(load_run_config(path))
+    assert [pair["verdict"] for pair in results["pairs"]] == ["skipped"] * 2
+
+
 def test_columns_that_are_not_read_may_hold_anything(make_yaml, tmp_path, only):
     only("table = stream")
     others = [1, "a", "\ud800"]  # the last is no UTF-8
