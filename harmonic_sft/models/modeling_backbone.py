@@ -3,6 +3,7 @@
 import functools
 import os
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -131,18 +132,35 @@ class HarmonicPreTrainedModel(PreTrainedModel):
         _report_useless(model)
         return loaded
 
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """Put an adapter on the model as transformers does.
+    if tuple(map(int, transformers_version.split(".")[:2])) < (5, 18):
 
-        Raises:
-            ValueError: Before 5.18 transformers leaves the head that an adapter trained untouched.
-        """
-        if tuple(map(int, transformers_version.split(".")[:2])) < (5, 18):
-            raise ValueError(
-                f"load_adapter: expected transformers 5.18 or newer, got {transformers_version}. "
-                "Use PeftModel.from_pretrained(model, adapter)"
+        @staticmethod
+        def _load_pretrained_model(
+            model: PreTrainedModel,
+            state_dict: dict[str, Tensor] | None,
+            checkpoint_files: list[str] | None,
+            load_config: Any,
+            expected_keys: list[str] | None = None,
+        ) -> Any:
+            """Load weights as transformers does, and the modules that an adapter trained whole.
+
+            transformers 5.18 does that; older versions leave the modules as they are.
+            """
+            from transformers.core_model_loading import WeightRenaming
+
+            mapping = [*(load_config.weight_mapping or ())]
+            for name, module in model.named_modules():
+                wrapped = getattr(module, "modules_to_save", None)  # of PEFT's wrapper
+                if isinstance(wrapped, nn.ModuleDict):
+                    adapter, trained = list(wrapped.items())[-1]  # the one that is being loaded
+                    mapping += [
+                        WeightRenaming(f"{name}.{key}", f"{name}.modules_to_save.{adapter}.{key}")
+                        for key in trained.state_dict()
+                    ]
+            load_config = replace(load_config, weight_mapping=mapping)
+            return PreTrainedModel._load_pretrained_model(
+                model, state_dict, checkpoint_files, load_config, expected_keys
             )
-        return super().load_adapter(*args, **kwargs)
 
     @classmethod
     def _from_partial(

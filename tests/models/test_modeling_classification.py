@@ -29,7 +29,6 @@ from harmonic_sft.models import (
     HarmonicForSequenceClassification,
     HarmonicForTokenClassification,
     HarmonicModel,
-    modeling_backbone,
 )
 from tests.encoders import SIZES, V, save_bert_tokenizer
 from tests.saved_models import write_partial
@@ -593,8 +592,5 @@ def test_a_trained_head_of_an_adapter_is_loaded_again(published, tmp_path, monke
     model.save_pretrained(tmp_path)
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     torch.testing.assert_close(again(**batch()).logits, model.eval()(**batch()).logits)
-    monkeypatch.setattr(modeling_backbone, "transformers_version", "5.17.0")
-    with pytest.raises(ValueError, match=r"^load_adapter: expected transformers 5\.18 or newer"):
-        AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     with pytest.raises(ValueError, match=r"got one of type None.* an adapter .* AutoModelFor"):
         sequence.from_pretrained(tmp_path)
