@@ -10,7 +10,8 @@ from harmonic_sft_cli import main
 def free_threads(environment: MutableMapping[str, str]) -> None:
     """Let a single process take as many threads as PyTorch would, before PyTorch is imported.
 
-    Without `--num_cpu_threads_per_process`, accelerate allows every process one thread.
+    Without `--num_cpu_threads_per_process`, accelerate allows every process one thread, and it
+    cannot be told from one that was asked for: `taskset` keeps a process to one core.
     """
     if environment.get("WORLD_SIZE", "1") == "1" and environment.get("OMP_NUM_THREADS") == "1":
         del environment["OMP_NUM_THREADS"]
