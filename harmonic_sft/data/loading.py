@@ -231,16 +231,15 @@ def _streamed_data(
         )
         for number in range(count)
     ]
-    if eval_rows is None:
-        eval_rows = split_streams(streams, eval_documents=config.eval.documents)
+    count = config.eval.documents if eval_rows is None else 0
+    unfinished, first_rows = split_streams(streams, eval_documents=count)
+    eval_rows = first_rows if eval_rows is None else eval_rows
     held_out = HeldOut.of(document_traces(eval_rows), drop_near=config.eval.drop_near_duplicates)
     for stream in streams:
         stream.held_out = held_out
         bad_rows.merge(stream.bad_rows)
-    # If all are empty, reading them says what is wrong.
-    streams = [stream for stream in streams if not stream.is_empty()] or streams
     return LoadedData(
-        train=StreamedRows(streams, functools.partial(_masked_item, masker, config.packing)),
+        train=StreamedRows(unfinished, functools.partial(_masked_item, masker, config.packing)),
         eval=_eval_rows(eval_rows, masker, config),
         collator=collator,
         bad_rows=bad_rows,
@@ -313,23 +312,48 @@ def split_table(
     numbers = document_numbers(rows)
     num_documents = int(numbers[-1]) + 1
     if num_documents <= held_out.documents:
-        raise ValueError(
-            "data.eval.documents: expected fewer than the documents there are, got "
-            f"{held_out.documents} of {num_documents}. Keep fewer, or add sources."
-        )
+        raise _too_few(num_documents, held_out.documents)
     chosen = permutation("eval split", (held_out.seed,), num_documents)[: held_out.documents]
     in_eval = np.isin(numbers, chosen)  # [rows]
     return rows.select(np.flatnonzero(~in_eval)), rows.select(np.flatnonzero(in_eval))
 
 
-def split_streams(streams: Sequence[LogicalStream], *, eval_documents: int) -> datasets.Dataset:
-    """Keep the first documents of every logical stream of a run for evaluation, and return rows.
+def _too_few(num_documents: int, eval_documents: int) -> ValueError:
+    return ValueError(
+        f"data.eval.documents: expected fewer than the documents there are, got "
+        f"{eval_documents} of {num_documents}. Keep fewer, or add sources."
+    )
+
+
+def split_streams(
+    streams: Sequence[LogicalStream], *, eval_documents: int
+) -> tuple[list[LogicalStream], datasets.Dataset]:
+    """Keep the first documents of every logical stream of a run for evaluation.
 
     The streams are told to begin after these in every pass; documents without rows do not count.
+
+    Returns:
+        The streams that have something left to train on, and rows to evaluate on.
     """
-    shares = map(len, np.array_split(np.arange(eval_documents), len(streams)))
-    held = [stream.hold_out(share) for stream, share in zip(streams, shares, strict=True)]
-    return rows_table(list(itertools.chain.from_iterable(held)))
+    rows: list[Row] = []
+    num_held, waiting = 0, list(streams)
+    while waiting:  # short streams leave their share to the others
+        unfinished = []
+        for place, stream in enumerate(waiting):
+            share = -(-(eval_documents - num_held) // (len(waiting) - place))
+            held_rows, num_documents, is_left = stream.hold_out(share)
+            rows += held_rows
+            num_held += num_documents
+            if is_left:
+                unfinished.append(stream)
+        waiting = unfinished
+        if num_held >= eval_documents:
+            break
+    if not waiting and eval_documents:
+        if not num_held:
+            next(streams[0].rows(None))  # raises, and says what is wrong with the rows
+        raise _too_few(num_held, eval_documents)
+    return waiting or list(streams), rows_table(rows)  # reading streams without rows raises
 
 
 def _masker(

@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypedDict
@@ -17,6 +19,8 @@ from harmonic_sft.data.heldout import Duplicates, HeldOut, Kind
 from harmonic_sft.data.keyed_random import permutation, random_bits
 from harmonic_sft.data.row_maker import TRACES, RowMaker
 from harmonic_sft.data.sources import STREAM_BITS, numbered_rows
+
+logger = logging.getLogger(__name__)
 
 Members = list[tuple[Row, int]]  # rows of one item, each with its epoch
 
@@ -129,41 +133,41 @@ class LogicalStream:
     def __post_init__(self) -> None:
         self._starts: list[dict[str, Any] | None] = [None] * len(self.sources)
 
-    def hold_out(self, count: int) -> list[Row]:
-        """Return the rows of the first `count` documents that make any; passes begin after them.
+    def hold_out(self, count: int) -> tuple[list[Row], int, bool]:
+        """Take the first `count` documents that make rows, and let every pass begin after them.
 
-        Raises:
-            ValueError: A source has no more documents, so none of it would be left to train on.
+        Returns:
+            Their rows, how many documents there were, and whether others are left to train on.
         """
-        readers, rows, documents = self._readers(), [], 0
-        turns = itertools.cycle(zip(readers, self.make_rows, strict=True))
-        while documents < count:
-            reader, maker = next(turns)
-            documents_read, is_document = reader.next()
-            new_rows, bad_rows = maker(documents_read)
-            self.bad_rows.merge(bad_rows)
-            rows += new_rows
-            documents += bool(new_rows)
-            if not is_document:
-                if not documents:
-                    next(self.rows(None))  # raises, and says what is wrong with the rows
-                raise ValueError(
-                    "data.eval.documents: expected fewer than the documents there are, got "
-                    f"{count} for logical stream {self.number}, in which {maker.name} ends after "
-                    f"{reader.number}. Keep fewer, or set data.streams: 1"
+        readers, waiting = self._readers(), deque(range(len(self.sources)))
+        rows: list[Row] = []
+        documents, is_left = 0, False
+        starts: list[dict[str, Any] | None] | None = None
+        later_bad_rows = BadRows()  # after the place where training starts
+        while waiting and not is_left:
+            source = waiting.popleft()
+            if documents == count and starts is None:
+                starts = [reader.state() for reader in readers]
+            documents_read, is_document = readers[source].next()
+            if is_document:
+                waiting.append(source)
+            elif starts is None:
+                logger.warning(
+                    "%s has no document left to train on in stream %d: the evaluation takes all. "
+                    "Lower data.eval.documents.",
+                    self.make_rows[source].name,
+                    self.number,
                 )
-        self._starts = [reader.state() for reader in readers]
-        return rows
-
-    def is_empty(self) -> bool:
-        """Tell whether no document after the held-out ones makes a row."""
-        for reader, make_rows in zip(self._readers(), self.make_rows, strict=True):
-            is_document = True
-            while is_document:
-                documents, is_document = reader.next()
-                if make_rows(documents)[0]:
-                    return False
-        return True
+            new_rows, bad_rows = self.make_rows[source](documents_read)
+            (self.bad_rows if starts is None else later_bad_rows).merge(bad_rows)
+            is_left = bool(new_rows) and documents == count
+            if not is_left:
+                rows += new_rows
+                documents += bool(new_rows)
+        self._starts = starts or self._starts
+        if not is_left:  # else training reads and counts these
+            self.bad_rows.merge(later_bad_rows)
+        return rows, documents, is_left
 
     def _readers(self) -> list[SourceReader]:
         return [

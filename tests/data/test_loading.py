@@ -365,7 +365,8 @@ def test_every_document_is_on_one_side_with_all_its_rows(tokenizer, tmp_path):
     ("lengths", "expected"),
     [
         ((8, 8, 14), {0: 7, 1: 7, 2: 6}),
-        ((30,), {0: 20}),
+        ((1, 28), {0: 1, 1: 19}),  # short ones leave their share to long ones
+        ((3, 1, 22, 2), {0: 3, 1: 1, 2: 14, 3: 2}),
     ],
 )
 def test_every_logical_stream_gives_its_share_for_evaluation(
@@ -382,18 +383,16 @@ def test_every_logical_stream_gives_its_share_for_evaluation(
 
 
 @pytest.mark.parametrize(
-    ("eval_documents", "lengths", "streaming", "got"),
-    [
-        (30, [30], False, "30 of 30. Keep fewer, or add sources."),
-        (31, [15, 15], True, "16 for logical stream 0, in which data.sources.0 ends after 15."),
-    ],
+    ("eval_documents", "lengths", "streaming"),
+    [(30, [30], False), (31, [15, 15], True)],
 )
-def test_too_few_documents_are_refused(
-    tokenizer, tmp_path, eval_documents, lengths, streaming, got
-):
-    message = f"data.eval.documents: expected fewer than the documents there are, got {got}"
+def test_too_few_documents_are_refused(tokenizer, tmp_path, eval_documents, lengths, streaming):
+    message = re.escape(
+        "data.eval.documents: expected fewer than the documents there are, "
+        f"got {eval_documents} of 30. Keep fewer, or add sources."
+    )
     settings = {"streaming": streaming, "eval": EvalConfig(documents=eval_documents)}
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=message):
         of_files(tokenizer, tmp_path, lengths, **settings)
 
 

@@ -96,7 +96,7 @@ def logical_streams(sizes=(20, 9), *, count=1, weights=None, window=4, seed=0, c
 def open_streams(*arguments, eval_documents=0, **settings):
     streams = logical_streams(*arguments, **settings)
     if eval_documents:
-        split_streams(streams, eval_documents=eval_documents)
+        streams, _ = split_streams(streams, eval_documents=eval_documents)
     return StreamedRows(streams, collect)
 
 
@@ -177,7 +177,7 @@ def test_every_pass_has_every_row_of_every_source_once(count, capacity):
 def test_evaluation_documents_are_in_no_pass(count, mixture):
     sizes = (20, 9)
     streams = logical_streams(sizes, count=count, weights=MIXTURES[mixture])
-    held_out = split_streams(streams, eval_documents=5)
+    streams, held_out = split_streams(streams, eval_documents=5)
     # The table has no column of originals: find the documents by their names.
     starts = [[part[1] for part in shards(source, sizes[source], count)] for source in (0, 1)]
     kept = {
@@ -305,13 +305,14 @@ def test_documents_of_a_window_are_shuffled_by_the_seed():
     assert windows(0) == windows(0) != windows(1)
 
 
-def test_blank_documents_passed_over_for_the_evaluation_are_counted_once():
-    [stream] = logical_streams((19,))
-    blank = [document for document in range(19) if length(0, document) == 0]
-    stream.hold_out(blank[0] + 1)  # one document more than come before the first blank one
-    assert stream.bad_rows.total == 1
-    *_, (_, place) = itertools.takewhile(lambda item: item[0][0][1] == 0, stream.rows(None))
-    assert place.snapshot["skipped"] == len(blank) - 1
+def test_blank_documents_passed_over_while_looking_ahead_are_counted_once():
+    streams = logical_streams((20,))
+    assert streams[0].hold_out(5)[1:] == (5, True)
+    assert streams[0].bad_rows.total == 0  # document 5 is looked at to see whether any is left
+    _, place = next(streams[0].rows(None))
+    assert place.snapshot["skipped"] == 1
+    assert streams[0].hold_out(12)[1:] == (12, False)  # it and two more, up to the end
+    assert streams[0].bad_rows.total == 3
 
 
 class Blank(Maker):
@@ -345,6 +346,24 @@ def test_long_blank_part_beside_an_exhausted_source_is_passed_over(mixture):
     rows = [collect(members)["names"][0] for members, _ in itertools.islice(stream.rows(None), 60)]
     assert {document for source, document, *_ in rows if source == 0} >= {0, 7, 71, 79}
     assert {source for source, *_ in rows} == {0}
+
+
+def test_streams_without_a_row_left_take_no_part():
+    streams = logical_streams((20,), count=2)
+    streams[0].sources = [
+        IterableDataset.from_generator(generate, gen_kwargs={"shards": [(0, 0, 1)]})
+    ]
+    streams, _ = split_streams(streams, eval_documents=4)
+    assert [stream.number for stream in streams] == [1]
+    streamed = StreamedRows(streams, collect)
+    expected = plain_order(streamed, 50)
+    for stop in (3, 30):
+        streamed.state = StreamState(rows=0, streams={})
+        rows, [streamed.state] = read(streamed, stop)
+        maker = streams[0].make_rows[0]
+        maker.asked = 0
+        assert rows + read(streamed, 20)[0] == expected[: stop + 20]
+        assert maker.asked < 28  # not from the beginning again
 
 
 def test_memory_stays_flat_over_a_long_stream():
@@ -398,7 +417,7 @@ def test_the_share_of_a_small_source_is_that_of_its_weight(size):
     assert abs(share - 1 / (2 - blank)) < 0.04
 
 
-def test_a_source_that_the_evaluation_takes_whole_is_refused():
+def test_a_source_that_the_evaluation_takes_whole_is_named(caplog):
     sources = [
         IterableDataset.from_generator(generate, gen_kwargs={"shards": [(s, 0, n)]})
         for s, n in enumerate((3, 50))
@@ -412,6 +431,6 @@ def test_a_source_that_the_evaluation_takes_whole_is_refused():
         seed=0,
         capacity=None,
     )
-    message = r"got 20 for logical stream 0, in which data\.sources\[0\] ends after 3\. Keep fewer"
-    with pytest.raises(ValueError, match=message):
-        stream.hold_out(20)
+    stream.hold_out(20)
+    assert "data.sources[0] has no document left to train on in stream 0" in caplog.text
+    assert "data.sources[1]" not in caplog.text
