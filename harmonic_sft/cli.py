@@ -103,7 +103,10 @@ def _unforeseen(error: Exception, options: argparse.Namespace, rank: str) -> str
     if "folder" in options and (options.folder / "run.yaml").is_file():
         folder = options.folder
         if isinstance(error, UnpicklingError):
-            parts = ["A checkpoint holds code, which is never run. Restore it, or delete it."]
+            parts = [
+                "A checkpoint holds code, which is never run, or was written under another major "
+                "version of NumPy. Restore it, use that version, or delete it."
+            ]
         elif options.command == "train":
             parts.append("Checkpoints that were saved are whole; add resume=true to continue.")
     try:
