@@ -50,12 +50,12 @@ def task_of(model: Any, config: PreTrainedConfig, label_column: str | None) -> s
             return "masked_lm"
         if name.endswith(("ForCausalLM", "LMHeadModel")):
             return "causal_lm"
-        made = [own for suffix, own in CLASSIFIER_NAMES.items() if name.endswith(suffix)]
-        if made:
+        own = next((o for suffix, o in CLASSIFIER_NAMES.items() if name.endswith(suffix)), None)
+        if own is not None:
             raise ValueError(
                 f"label_column: expected the column of the labels of a {name}, got nothing. To "
                 "bring rows and a collator of your own, make the model first: "
-                f"{made[0]}.from_base(...). To train its body on text without labels, set "
+                f"{own}.from_base(...). To train its body on text without labels, set "
                 f"task={token_task(config) or 'masked_lm'!r}"
             )
     if (task := token_task(config)) is not None:

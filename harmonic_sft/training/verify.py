@@ -33,11 +33,7 @@ from harmonic_sft.results import environment, read_whole, show_table, write_resu
 from harmonic_sft.training.arguments import check_launch
 from harmonic_sft.training.head_swap import check_base, measure_swap
 from harmonic_sft.training.loading import load_base_config, load_run_data, packable
-from harmonic_sft.training.output_folder import (
-    changed_keys,
-    has_batch_negatives,
-    results_path,
-)
+from harmonic_sft.training.output_folder import changed_keys, has_batch_negatives, results_path
 from harmonic_sft.training.run_config import HubConfig, RunConfig
 from harmonic_sft.training.trainer import HarmonicTrainer
 
