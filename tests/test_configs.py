@@ -34,6 +34,25 @@ def test_every_file_can_be_read_and_names_itself(path, tmp_path):
     assert "Hardware:" in header
 
 
+def test_the_header_of_gpt2_has_the_exponents_of_three_models_and_the_linear_one():
+    path = ROOT / "configs" / "causal" / "gpt2_scratch.yaml"
+    found = [load_run_config(path)]
+    header = path.read_text().split("model:")[0]
+    for name in ("text", "script"):
+        override = re.search(rf"^#   {name} +'(.*?)'", header, re.M)[1]
+        found.append(load_run_config(path, [override]))
+    assert [run.h_exp.start for run in found] == [-28.0, -14.0, -768.0]
+    assert all(run.h_exp.start == run.h_exp.end for run in found)
+    lines = re.findall(r"^#   (('head=|'loss=).*)$", header, re.M)
+    run = load_run_config(path, shlex.split(" ".join(line for line, _ in lines)))
+    assert (run.head.name, run.head.tie, run.h_exp, run.loss.name) == (
+        "linear",
+        True,
+        None,
+        "cross_entropy",
+    )
+
+
 OTHER_ARMS = [path for path in FILES if "training.output_dir=" in path.read_text()]
 
 

@@ -126,3 +126,18 @@ def test_a_browser_shows_the_page_without_an_error_or_a_request(tmp_path, width)
     assert not asked
     assert (dom.count("<svg"), dom.count("<circle")) == (2, 6)
     assert path.with_suffix(".png").stat().st_size > 5000  # something was drawn
+
+
+@pytest.mark.browser
+def test_a_picture_from_elsewhere_would_be_noticed(tmp_path):
+    """The control of the test above: the page forbids it, and without that it is asked for."""
+    page = report_page(payload()).replace(
+        "</body>", '<img src="http://report.invalid/x.png"></body>'
+    )
+    path = tmp_path / "report.html"
+    path.write_text(page, encoding="utf-8")
+    _, said, asked = browse(path, 800)
+    assert "CONSOLE" in said
+    assert not asked
+    path.write_text(page.replace("Content-Security-Policy", "none"), encoding="utf-8")
+    assert "http://report.invalid/x.png" in browse(path, 800)[2]

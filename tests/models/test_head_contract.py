@@ -57,10 +57,11 @@ def test_states_may_have_any_axes_before_the_last(name):
 
 
 @every_head
-def test_prototypes_start_at_one_vector_for_each_class(name):
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_prototypes_start_at_one_vector_for_each_class(name, num_rows):
     head, *_ = make(name)
-    given = torch.randn(3, head.weight.shape[1])
-    with pytest.raises(ValueError, match=r"^embeddings: expected \[.*\], got \[3, \d+\]$"):
+    given = torch.randn(num_rows, head.weight.shape[1])
+    with pytest.raises(ValueError, match=r"^embeddings: expected \[.*\], got \[[13], \d+\]$"):
         head.initialize_(given)
 
 
@@ -176,6 +177,18 @@ def test_the_fused_loss_is_the_heads_own(name):
     pairs = zip(gradients(found, head, states), gradients(expected, head, states), strict=True)
     for actual, wanted in pairs:
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max())
+
+
+@every_head
+def test_permuted_tokens_give_permuted_logits(name):
+    head, states, _ = make(name)
+    order, rows = torch.randperm(V), torch.randperm(N)
+    expected = head(states)[rows][:, order]
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if len(parameter.shape) and len(parameter) == V:
+                parameter.copy_(parameter[order].clone())
+    torch.testing.assert_close(head(states[rows]), expected, rtol=1e-4, atol=1e-4)
 
 
 @every_head

@@ -26,6 +26,21 @@ def make(unit_sphere, h_exp=-12.0, size=(N, D, V)):
     return head, hidden_states, torch.randint(vocab, (num,))
 
 
+@pytest.mark.parametrize("unit_sphere", [True, False])
+@pytest.mark.parametrize("h_exp", [-12.0, -7.3, -4.0, -28.0])
+def test_harmonic_loss_equals_its_definition(unit_sphere, h_exp):
+    head, hidden_states, labels = make(unit_sphere, h_exp)
+    expected = harmonic_float64(hidden_states, head.weight, labels, h_exp, unit_sphere)[0]
+    torch.testing.assert_close(
+        head.nll(hidden_states, labels).double(), expected, rtol=1e-4, atol=1e-7
+    )
+    logits = head(hidden_states)
+    assert logits.shape == (N, V)
+    torch.testing.assert_close(
+        F.cross_entropy(logits.double(), labels, reduction="none"), expected, rtol=1e-4, atol=1e-5
+    )
+
+
 @pytest.mark.parametrize(
     ("unit_sphere", "distance", "near_label"),
     [

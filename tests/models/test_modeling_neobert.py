@@ -83,6 +83,16 @@ def test_auto_classes_load_the_published_layout_without_remote_code(neobert_base
         assert difference(model(**inputs)[key], expected[key]) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("model_class", "count"), [(NeoBERTModel, 221_665_536), (NeoBERTForMaskedLM, 245_136_954)]
+)
+def test_the_default_config_has_the_size_of_the_published_model(model_class, count):
+    with torch.device("meta"):
+        model = model_class(NeoBERTConfig())
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+    assert not list(model.buffers())
+
+
 def rotate(vector: Tensor, position: int) -> Tensor:
     """RoPE of one vector of float64, one complex number at a time."""
     rotated = []

@@ -49,6 +49,17 @@ def test_a_confident_loss_keeps_its_digits(inner, num_heads):
     torch.testing.assert_close(head.nll(states, labels).double(), losses, rtol=2e-3, atol=0)
 
 
+def test_a_hopeless_loss_stays_finite():
+    head, states, labels = make("linear", 3)
+    states = (1e4 * states).requires_grad_()
+    loss = head.nll(states, labels)
+    loss.sum().backward()
+    assert loss.max() > 1e3
+    assert loss.isfinite().all()
+    assert states.grad.isfinite().all()
+    assert states.grad.abs().max() > 0
+
+
 def test_prototypes_tied_in_16_bits_are_normalized_in_float32():
     head, states, _ = make("cosine", 3)
     weight = head.weight.detach().bfloat16()

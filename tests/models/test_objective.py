@@ -40,6 +40,17 @@ def test_every_label_counts_as_much_as_it_weighs(batch, causal):
     torch.testing.assert_close(found, expected.squeeze() / count)
 
 
+def test_parts_of_a_batch_sum_to_the_whole(batch):
+    head, states, labels = batch
+    count = (labels != -100).sum()
+    whole = mean_loss(head, states, labels)
+    parts = [
+        mean_loss(head, states[i : i + 1], labels[i : i + 1], num_items_in_batch=count)
+        for i in range(B)
+    ]
+    torch.testing.assert_close(torch.stack(parts).sum(), whole)
+
+
 @pytest.mark.parametrize("count", [None, 0, torch.tensor(0)])
 def test_nothing_labelled_is_a_zero_with_a_graph(batch, count):
     head, states, labels = batch
